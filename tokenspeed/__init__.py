@@ -1,0 +1,1 @@
+"""TokenSpeed: an LLM inference engine for agentic workloads."""

@@ -1,0 +1,86 @@
+"""What a layer asks of attention, and what a backend answers.
+
+A backend is one file in this folder with a class that satisfies `AttentionBackend`. `why_not` explains in words why
+it cannot serve a need; `plan` runs once a step, `run` once a layer. A backend owns no pages: the KV pool is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeed:
+    """Everything that selection depends on."""
+
+    device: str
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    window: int | None = None
+    has_sinks: bool = False
+    logit_cap: float | None = None
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """The step's requests as attention sees them. R requests, T tokens; rows of a request are consecutive.
+
+    Device tensors (valid until the next step's batch is built, in graphs: static buffers):
+        query_start: [R + 1] int32, request r owns tokens [query_start[r], query_start[r+1]).
+        seq_lens: [R] int32, context length including this step's tokens.
+        page_table: [R, max_pages] int32, page ids in position order; entries past the length are undefined.
+        slots: [T] int64, where token t's key and value go: page * page_size + offset.
+    Host twins (None inside a graph, where only the device knows):
+        query_lens_host, seq_lens_host: lists of R ints.
+    """
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    page_table: torch.Tensor
+    slots: torch.Tensor
+    num_requests: int
+    num_tokens: int
+    query_lens_host: list[int] | None = None
+    seq_lens_host: list[int] | None = None
+
+
+class LayerKV(Protocol):
+    """One layer's part of the KV pool: keys and values, each [num_pages, page_size, num_kv_heads, head_dim]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class AttentionBackend(Protocol):
+    """One attention implementation."""
+
+    name: str
+
+    @staticmethod
+    def why_not(need: AttentionNeed) -> str | None:
+        """None when it can serve the need, otherwise the reason in words."""
+        ...
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Prepare for a step (work split, masks). Called once before the layers run."""
+        ...
+
+    def run(
+        self, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Causal attention of this step's queries over the pages (this step's keys and values are already written).
+
+        Args:
+            q: [T, num_heads, head_dim].
+            scale: factor on the logits, head_dim ** -0.5 as a rule.
+            window: tokens visible to a query, itself included; None = all.
+        Returns:
+            [T, num_heads * head_dim], dtype of q. Own buffer, valid until the next call in eager mode.
+        """
+        ...

@@ -1,0 +1,55 @@
+"""The resolved configuration: frozen, complete, and every automatic choice with its reason. Built by `resolve`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tokenspeed.config.model import ModelConfig
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One automatic choice: flag name, chosen value, and why."""
+
+    name: str
+    value: str
+    reason: str
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine process runs with. It crosses the process border as msgspec MessagePack.
+
+    Fields (lengths in tokens):
+        model_path: folder or .gguf file with the weights; tokenizer_path likewise for the tokenizer.
+        load_format: safetensors, gguf or dummy.
+        device: cpu or cuda. dtype: activations and KV cache.
+        page_size: tokens a page. num_pages: pages of the KV pool, or None = by the runner's memory profile from kv_memory_bytes.
+        max_num_batched_tokens: the token budget of one step (`--chunked-prefill-size`).
+        num_threads: CPU threads of the runner.
+        choices: automatic choices with reasons.
+    """
+
+    model: ModelConfig
+    model_path: str
+    tokenizer_path: str
+    load_format: Literal["safetensors", "gguf", "dummy"]
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["float32", "bfloat16", "float16"]
+    kv_cache_dtype: Literal["float32", "bfloat16", "float16"]
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    num_pages: int | None
+    kv_memory_bytes: int | None
+    enable_prefix_caching: bool
+    enable_overlap: bool
+    enforce_eager: bool
+    schedule_policy: Literal["fifo", "priority"]
+    attention_backend: str
+    num_threads: int
+    seed: int
+    max_queue_len: int
+    trust_remote_code: bool = False
+    choices: tuple[Choice, ...] = ()

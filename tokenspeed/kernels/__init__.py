@@ -1,0 +1,1 @@
+"""Operations and their implementations. `reference/` is the truth; everything else is compared with it."""

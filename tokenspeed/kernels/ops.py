@@ -1,0 +1,147 @@
+"""The operations that models are written in, as types. `registry` picks an implementation of each for a device.
+
+T tokens, H hidden size, D head_dim, Hq query heads, Hk key/value heads, V vocabulary. Activations are `dtype` (bfloat16 or float32),
+arithmetic is fp32 inside. An implementation may be recorded into a step graph: then it must write to the tensors it
+was given or to buffers that live as long as the graph, and read lengths only from device tensors.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tokenspeed.attention.interface import AttentionBatch
+
+
+class Embedding(Protocol):
+    def __call__(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """token_ids [T] int64, table [V, H] -> [T, H]."""
+        ...
+
+
+class RMSNorm(Protocol):
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [T, H] -> x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019). New tensor."""
+        ...
+
+
+class AddRMSNorm(Protocol):
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """residual += x in place, then the norm of residual. x, residual [T, H]; returns a new [T, H]."""
+        ...
+
+
+class QKVRopeCache(Protocol):
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """Split, optional per-head RMSNorm of q and k, NeoX rotary, write k and v to the pool.
+
+        Args:
+            qkv: [T, (Hq + 2 Hk) * D]: queries, keys, values; may be overwritten.
+            positions: [T] int64, rows of cos_sin.
+            cos_sin: [max_position, D] float32: cos for the first D/2 columns, sin for the rest. Rotary pairs are
+                (i, i + D/2); y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin.
+            keys, values: [num_pages, page_size, Hk, D], written at flat slot `slots[t]` = page * page_size + offset.
+            slots: [T] int64.
+            q_norm, k_norm: [D] weights, or None.
+        Returns:
+            q: [T, Hq, D]; may be a view of qkv.
+        """
+        ...
+
+
+class PagedAttention(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Causal attention over paged keys and values: see `AttentionBackend.run`. Returns [T, Hq * D]."""
+        ...
+
+
+class SiluAndMul(Protocol):
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [T, 2 I] -> silu(gate) * up, [T, I]; gate is the first half of the columns."""
+        ...
+
+
+class Linear(Protocol):
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [T, in], weight [out, in] -> [T, out]."""
+        ...
+
+
+class BlockLinear(Protocol):
+    """Linear over block-quantized weights (GGUF types), kept quantized. Worth it for few rows, where weight bytes bound the step."""
+
+    qtypes: frozenset[str]
+    max_rows: int
+    """Above this many rows a dense bf16 matmul is faster; the scheme then uses its dense copy."""
+
+    def pack(self, raw: torch.Tensor, qtype: str, in_features: int) -> object:
+        """raw uint8 [out, row_bytes] in GGUF block layout -> whatever `__call__` takes. `qtype` must be in `qtypes`."""
+        ...
+
+    def __call__(self, x: torch.Tensor, packed: object, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [T, in] -> [T, out], dtype of x. A row's result does not depend on the other rows."""
+        ...
+
+
+class StepGraph(Protocol):
+    """A recorded sequence of operations on fixed buffers."""
+
+    def replay(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """Records operations instead of dispatching them one by one: CUDA graphs, or a tape of native calls on a CPU."""
+
+    def record(self) -> AbstractContextManager[StepGraph]:
+        """Inside the block every op of the same `Ops` is recorded (and its result undefined); the graph is complete at exit.
+
+        Raises:
+            GraphUnsupported: on exit or at the call, when something cannot be recorded; the message names it.
+        """
+        ...
+
+
+class GraphUnsupported(RuntimeError):
+    """This forward cannot be recorded; run it eagerly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The chosen implementation of every operation for one device and dtype; layers are built with it.
+
+    `recorder` is None where steps cannot be recorded; `block_linear` where quantized weights cannot be kept.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    embedding: Embedding
+    rms_norm: RMSNorm
+    add_rms_norm: AddRMSNorm
+    qkv_rope_cache: QKVRopeCache
+    paged_attention: PagedAttention
+    silu_and_mul: SiluAndMul
+    linear: Linear
+    block_linear: BlockLinear | None
+    recorder: Recorder | None

@@ -1,0 +1,91 @@
+"""Which implementation of each operation serves here, and why not the others.
+
+An implementation is found by discovery: every module below `kernels/` may carry `IMPLEMENTATIONS`. Order of preference is
+`rank` (lower first); the reference has the highest rank and never refuses.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import tokenspeed.kernels
+from tokenspeed.kernels.ops import Ops
+from tokenspeed.protocol.errors import ConfigError
+
+REQUIRED = ("embedding", "rms_norm", "add_rms_norm", "qkv_rope_cache", "paged_attention", "silu_and_mul", "linear")
+OPTIONAL = ("block_linear", "recorder")
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What selection depends on."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One implementation of one operation.
+
+    Fields:
+        op: field name in `Ops`.
+        name: `reference`, `torch_cpu`, `native_cpu`, `triton`, ...
+        rank: lower is preferred.
+        why_not: None when it can serve the need, else the reason in words.
+        make: called once, when chosen; returns the callable.
+    """
+
+    op: str
+    name: str
+    rank: int
+    why_not: Callable[[Need], str | None]
+    make: Callable[[Need], Any]
+
+
+def discover() -> list[Implementation]:
+    """All implementations, best first within an op."""
+    found: list[Implementation] = []
+    for module in pkgutil.walk_packages(tokenspeed.kernels.__path__, "tokenspeed.kernels."):
+        found.extend(getattr(importlib.import_module(module.name), "IMPLEMENTATIONS", ()))
+    return sorted(found, key=lambda implementation: (implementation.op, implementation.rank, implementation.name))
+
+
+def select_ops(need: Need, only: str | None = None) -> tuple[Ops, list[str]]:
+    """Choose every operation for a device and dtype.
+
+    Args:
+        only: use this implementation name where it exists and the reference elsewhere (tests, comparisons).
+    Returns:
+        the ops, and one line an op for the log: the winner, and why better-ranked ones lost.
+    Raises:
+        ConfigError: a required op has no implementation here. Names the op and everyone's reason.
+    """
+    candidates: dict[str, list[Implementation]] = {}
+    for implementation in discover():
+        candidates.setdefault(implementation.op, []).append(implementation)
+    chosen: dict[str, Any] = {}
+    report: list[str] = []
+    for op in REQUIRED + OPTIONAL:
+        lost: list[str] = []
+        for implementation in candidates.get(op, []):
+            if only is not None and implementation.name not in (only, "reference"):
+                continue
+            reason = implementation.why_not(need)
+            if reason is None:
+                chosen[op] = implementation.make(need)
+                report.append(f"{op}: {implementation.name}" + (f" (not {'; '.join(lost)})" if lost else ""))
+                break
+            lost.append(f"{implementation.name}: {reason}")
+        else:
+            if op in REQUIRED:
+                raise ConfigError(f"no implementation of {op} for {need.device} and {need.dtype}: {'; '.join(lost)}")
+            chosen[op] = None
+            report.append(f"{op}: none" + (f" ({'; '.join(lost)})" if lost else ""))
+    return Ops(device=need.device, dtype=need.dtype, **chosen), report

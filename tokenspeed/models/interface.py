@@ -1,0 +1,49 @@
+"""What the runner and the loader ask of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from tokenspeed.attention.interface import AttentionBatch, LayerKV
+from tokenspeed.cache.spec import LayerCacheSpec
+from tokenspeed.quantization.interface import WeightTensor
+
+LoadRule = Callable[[WeightTensor], None]
+
+
+class Model(Protocol):
+    """A decoder. Built by its file's class as `Family(config, mesh, scheme, ops)` with nothing loaded."""
+
+    def load_rules(self) -> dict[str, LoadRule]:
+        """HF tensor name -> what to do with it. Every name must come exactly once, or the loader reports it missing."""
+        ...
+
+    def ignorable(self, name: str) -> bool:
+        """True for a checkpoint tensor that this model knows and does not need (rotary tables, a tied head)."""
+        ...
+
+    def finish(self) -> None:
+        """After the last load: repack, tie, build tables."""
+        ...
+
+    def cache_specs(self) -> list[LayerCacheSpec]:
+        """One a layer that keeps keys and values."""
+        ...
+
+    def bind_kv(self, pool: list[LayerKV]) -> None:
+        """Give each layer its part of the KV pool; entry i belongs to layer i."""
+        ...
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """token_ids, positions: [T] int64 -> hidden states after the final norm, [T, hidden_size].
+
+        Writes this step's keys and values into the pool. Records into a step graph when the runner captures.
+        """
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [N, hidden_size] -> [N, vocab_size] float32."""
+        ...

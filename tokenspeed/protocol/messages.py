@@ -1,0 +1,145 @@
+"""What server process and engine process say to each other. Encoded by msgspec as tagged MessagePack; no pickle.
+
+Client to engine: `ToEngine`. Engine to client: `FromEngine`. For every `AddRequest` that the engine accepted, each of its n
+sequences gets any number of `SequenceOutput`s and exactly one with a `finish_reason`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tokenspeed.protocol.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class AddRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=True):
+    """Generate from a prompt.
+
+    Fields:
+        request_id: unique among live requests.
+        prompt_token_ids: 1 .. max_model_len - 1 ids, each inside the vocabulary (the client has checked).
+        sampling: as the user gave it, defaults filled in. `max_tokens` is set (the client clips it to the context).
+        priority: lower runs earlier under `--schedule-policy priority`; ties by arrival.
+        cache_salt: requests with different salts never share prefix pages.
+        arrival_s: time.time() at the client.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+    arrival_s: float = 0.0
+
+
+class AbortRequest(msgspec.Struct, tag="abort"):
+    """Stop all sequences of a request and free their pages within a step. Unknown ids are ignored (it may just have ended)."""
+
+    request_id: str
+
+
+class Command(msgspec.Struct, tag="command"):
+    """Something other than a request; answered by one `Reply` with the same call_id.
+
+    Names: `flush_cache` (fails while requests run), `check` (runs the invariants of scheduler and cache; ok = they
+    hold), `ping` (answered by the loop itself, so it proves the loop turns), `stats`.
+    """
+
+    call_id: int
+    name: Literal["flush_cache", "check", "ping", "stats"]
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """End now; whatever still runs gets an `abort` terminal event first."""
+
+
+ToEngine = AddRequest | AbortRequest | Command | Shutdown
+
+
+class Logprobs(msgspec.Struct, array_like=True):
+    """`TokenLogprobs` on the wire: see there."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """News of one sequence.
+
+    Fields:
+        request_id, index: whose.
+        token_ids: newly sampled tokens, in order; a stop token is included as the last one.
+        logprobs: one an id, when asked.
+        prompt_logprobs: once, with the first output after the prompt is computed: entry i belongs to prompt position
+            i + 1. Only on index 0.
+        num_cached_tokens: prompt tokens found in the prefix cache; on the first output of the sequence.
+        finish_reason: on the last output only.
+        stop_token_id: the token that ended it, when finish_reason is "stop".
+        error: for finish_reason "error": what went wrong, for the user.
+    """
+
+    request_id: str
+    index: int = 0
+    token_ids: list[int] = []
+    logprobs: list[Logprobs] = []
+    prompt_logprobs: list[Logprobs] = []
+    num_cached_tokens: int | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+
+
+class Outputs(msgspec.Struct, tag="outputs"):
+    """All news of one step."""
+
+    sequences: list[SequenceOutput]
+
+
+class EngineStats(msgspec.Struct, tag="stats", kw_only=True):
+    """A snapshot for metrics, sent with a step's outputs at most ten times a second, and when idle."""
+
+    num_running: int
+    num_waiting: int
+    num_pages_total: int
+    num_pages_used: int  # held by live requests
+    num_pages_cached: int  # only in the prefix index, free to evict
+    num_preemptions: int  # since start
+    num_prefix_hit_tokens: int  # since start
+    num_prompt_tokens: int  # since start, admitted prompts
+    num_generated_tokens: int  # since start
+    step_tokens: list[int]  # tokens of each forward since the last snapshot
+    num_nan_aborted: int = 0
+
+
+class Ready(msgspec.Struct, tag="ready", kw_only=True):
+    """The engine can take requests. Sent once, first."""
+
+    max_model_len: int
+    max_num_seqs: int
+    kv_capacity_tokens: int
+    vocab_size: int
+    report: list[str]  # what was chosen and why, for the log
+
+
+class Reply(msgspec.Struct, tag="reply", kw_only=True, omit_defaults=True):
+    """The answer to a `Command`."""
+
+    call_id: int
+    ok: bool
+    error: str | None = None
+    stats: EngineStats | None = None
+
+
+class Fatal(msgspec.Struct, tag="fatal"):
+    """The engine is about to exit non-zero. Every live request is lost; the client ends each with an error event."""
+
+    error: str
+
+
+FromEngine = Ready | Outputs | EngineStats | Reply | Fatal

@@ -1,0 +1,1 @@
+"""Quantization schemes, one a file, behind `interface.Scheme`."""

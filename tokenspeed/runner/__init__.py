@@ -1,0 +1,1 @@
+"""Device state, model runner, step graphs, memory profile and KV pool. Obeys plans; never decides."""

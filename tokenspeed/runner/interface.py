@@ -1,0 +1,36 @@
+"""What the engine core asks of a runner. Tests drive core and scheduler with a fake that has this face and no torch."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Protocol
+
+from tokenspeed.cache.spec import GroupSpec
+from tokenspeed.protocol.step import StepPlan, StepResult
+
+
+class Runner(Protocol):
+    """Executes plans in order, one at a time, on a thread (or device queue) of its own."""
+
+    @property
+    def groups(self) -> list[GroupSpec]:
+        """Cache groups with the number of pages that memory allows; fixed after construction."""
+        ...
+
+    @property
+    def report(self) -> list[str]:
+        """Choices made while starting, each with its reason, for the log."""
+        ...
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        """Queue a plan. The future fails only when the whole step failed (the engine is then dead); what concerns one
+        request alone is in its `RowResult.error`. A second plan may be queued before the first has finished."""
+        ...
+
+    def capture(self) -> None:
+        """Record step graphs, where the device has them, and warm every path up."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is queued and free the device."""
+        ...

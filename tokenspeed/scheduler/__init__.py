@@ -1,0 +1,1 @@
+"""Request lifecycle, token budget, admission, preemption and policy. Never imports torch, never imports runner/."""
