@@ -35,10 +35,16 @@ class AddRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=True):
     arrival_s: float = 0.0
 
 
-class AbortRequest(msgspec.Struct, tag="abort"):
-    """Stop all sequences of a request and free their pages within a step. Unknown ids are ignored (it may just have ended)."""
+class AbortRequest(msgspec.Struct, tag="abort", omit_defaults=True):
+    """Stop a request and free its pages within a step. Unknown ids are ignored (it may just have ended).
+
+    Fields:
+        request_id: whose.
+        index: the one sequence to stop (the client found its stop string), or None = all n of them.
+    """
 
     request_id: str
+    index: int | None = None
 
 
 class Command(msgspec.Struct, tag="command"):
