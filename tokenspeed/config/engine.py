@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.config.model import ModelConfig
 
 
@@ -21,7 +22,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine process runs with. It crosses the process border as msgspec MessagePack.
 
     Fields (lengths in tokens):
-        model_path: folder or .gguf file with the weights; tokenizer_path likewise for the tokenizer.
+        checkpoint: where weights and tokenizer lie (`--tokenizer` has already replaced its tokenizer_path).
         load_format: safetensors, gguf or dummy.
         device: cpu or cuda. dtype: activations and KV cache.
         page_size: tokens a page. num_pages: pages of the KV pool, or None = by the runner's memory profile from kv_memory_bytes.
@@ -31,8 +32,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: ModelConfig
-    model_path: str
-    tokenizer_path: str
+    checkpoint: Checkpoint
     load_format: Literal["safetensors", "gguf", "dummy"]
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16", "float16"]
