@@ -44,6 +44,10 @@ class Model(Protocol):
         """
         ...
 
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [N, hidden_size] -> [N, vocab_size] in the head's own dtype; recordable."""
+        ...
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [N, hidden_size] -> [N, vocab_size] float32."""
+        """`head` in float32."""
         ...

@@ -1,1 +1,4 @@
-"""Device state, model runner, step graphs, memory profile and KV pool. Obeys plans; never decides."""
+"""Device state, model runner, step graphs, KV pool. Obeys plans; never decides.
+
+Owns every tensor that outlives a step. Never knows why a request was chosen, what its text means, or who sent it.
+"""

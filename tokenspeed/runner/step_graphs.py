@@ -1,0 +1,77 @@
+"""Recorded decode steps: one graph a batch size, over static buffers. The CPU's tape and a CUDA graph look alike from here.
+
+A graph computes hidden states and head output for R decode rows, one token each. Its inputs are copied into the
+buffers before each replay; lengths, pages and positions are read from them, so one graph serves every context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenspeed.attention.interface import AttentionBackend, AttentionBatch
+from tokenspeed.kernels.ops import GraphUnsupported, Recorder, StepGraph
+from tokenspeed.models.interface import Model
+from tokenspeed.runner.device_state import StepInputs
+
+
+@dataclass(slots=True)
+class _Recorded:
+    graph: StepGraph
+    inputs: StepInputs
+    head: torch.Tensor
+
+
+class StepGraphs:
+    """Graphs for 1..max_rows decode rows, recorded by `capture`."""
+
+    def __init__(self, model: Model, backend: AttentionBackend, recorder: Recorder, max_pages: int, scratch_slot: int):
+        self._model = model
+        self._backend = backend
+        self._recorder = recorder
+        self._max_pages = max_pages
+        self._scratch_slot = scratch_slot
+        self._recorded: dict[int, _Recorded] = {}
+
+    def capture(self, max_rows: int) -> str:
+        """Record every size; returns a line for the log. Sizes that cannot be recorded run eagerly."""
+        for num_rows in range(1, max_rows + 1):
+            try:
+                self._recorded[num_rows] = self._record(num_rows)
+            except GraphUnsupported as reason:
+                return f"step graphs: {len(self._recorded)} sizes, then eager ({reason})"
+        return f"step graphs: recorded for 1 to {max_rows} decode rows"
+
+    def covers(self, num_rows: int) -> bool:
+        return num_rows in self._recorded
+
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        """Replay for decode rows; returns the head's output [R, vocab], valid until the next replay of this size."""
+        recorded = self._recorded[inputs.batch.num_requests]
+        static, batch = recorded.inputs, inputs.batch
+        static.token_ids.copy_(inputs.token_ids)
+        static.positions.copy_(inputs.positions)
+        static.batch.seq_lens.copy_(batch.seq_lens)
+        static.batch.slots.copy_(batch.slots)
+        static.batch.page_table[:, : batch.page_table.shape[1]] = batch.page_table
+        recorded.graph.replay()
+        return recorded.head
+
+    def _record(self, num_rows: int) -> _Recorded:
+        inputs = self._static_inputs(num_rows)
+        self._backend.plan(inputs.batch)
+        with self._recorder.record() as graph:
+            head = self._model.head(self._model.forward(inputs.token_ids, inputs.positions, inputs.batch))
+        return _Recorded(graph, inputs, head)
+
+    def _static_inputs(self, num_rows: int) -> StepInputs:
+        batch = AttentionBatch(
+            query_start=torch.arange(num_rows + 1, dtype=torch.int32),
+            seq_lens=torch.ones(num_rows, dtype=torch.int32),
+            page_table=torch.zeros(num_rows, self._max_pages, dtype=torch.int32),
+            slots=torch.full((num_rows,), self._scratch_slot, dtype=torch.int64),
+            num_requests=num_rows,
+            num_tokens=num_rows,
+        )
+        return StepInputs(torch.zeros(num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int64), batch)
