@@ -21,6 +21,14 @@ class Model(Protocol):
         """HF tensor name -> what to do with it. Every name must come exactly once, or the loader reports it missing."""
         ...
 
+    def expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """HF tensor name -> logical shape in the checkpoint (whole, not this rank's part); same keys as `load_rules`.
+
+        The loader compares it with the files' headers before it reads or allocates anything, and makes random weights
+        from it.
+        """
+        ...
+
     def ignorable(self, name: str) -> bool:
         """True for a checkpoint tensor that this model knows and does not need (rotary tables, a tied head)."""
         ...
