@@ -4,8 +4,8 @@
 
 Starts `tokenspeed serve` on a free port (or uses --base-url), sends random token ids with a fixed seed, greedy,
 end-of-sequence ignored, so that every stream has exactly the shape asked for. Everything is warm: one full round runs
-unmeasured first. With `--vs transformers` the same shapes run in `transformers` (bf16) in the same run, after the server has
-been stopped, on the same threads. Prints the bandwidth bound beside the results and ends in one JSON line.
+unmeasured first. With `--vs transformers` the same shapes run in `transformers` (bf16) in the same run, after the
+server has been stopped, on the same threads. Prints the bandwidth bound beside the results and ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--concurrency", default="1,8", help="comma-separated numbers of simultaneous streams")
     parser.add_argument("--input-len", type=int, default=128, help="prompt tokens a stream")
     parser.add_argument("--output-len", type=int, default=128, help="generated tokens a stream")
-    parser.add_argument(
-        "--ttft-len", type=int, default=512, help="prompt tokens of the time-to-first-token measurement"
-    )
+    parser.add_argument("--ttft-len", type=int, default=512, help="prompt tokens for the time to first token")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base-url", help="measure a running server instead of starting one")
@@ -169,9 +167,8 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
 
 async def measure_server(base_url: str, args: argparse.Namespace, report: Report) -> None:
     rng = random.Random(args.seed)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as probe:
-        async with probe.get(f"{base_url}/v1/models") as response:
-            model_id = (await response.json())["data"][0]["id"]
+    async with aiohttp.ClientSession() as probe, probe.get(f"{base_url}/v1/models") as response:
+        model_id = (await response.json())["data"][0]["id"]
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=connector, headers={"x-model": model_id}, timeout=timeout) as session:
@@ -214,9 +211,8 @@ def concurrencies(args: argparse.Namespace) -> list[int]:
 def measure_transformers(args: argparse.Namespace, report: Report) -> None:
     """The same shapes through `transformers.generate` in bfloat16, all prompts of a round in one batch."""
     import torch
-    from transformers import AutoModelForCausalLM
-
     from tokenspeed.checkpoint.resolve import resolve_checkpoint
+    from transformers import AutoModelForCausalLM
 
     checkpoint = resolve_checkpoint(args.model)
     file = checkpoint.weight_files[0]
@@ -314,8 +310,8 @@ def show(report: Report) -> None:
         console.print(f"start to ready: {report.ready_s:.1f} s")
     console.print(f"first token of a long prompt (--ttft-len): {report.ttft_512_ms:.0f} ms")
     console.print(
-        f"bound of a decode step: {report.weight_bytes / 1e6:.1f} MB of weights at {report.read_bandwidth_gb_s:.1f} GB/s "
-        f"= {report.bound_decode_tok_s:.0f} steps/s"
+        f"bound of a decode step: {report.weight_bytes / 1e6:.1f} MB of weights at "
+        f"{report.read_bandwidth_gb_s:.1f} GB/s = {report.bound_decode_tok_s:.0f} steps/s"
     )
 
 
