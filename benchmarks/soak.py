@@ -3,9 +3,9 @@
     python benchmarks/soak.py --minutes 10 --clients 32
 
 Each client loops over a seeded mix: chat and completion streams, whole answers, disconnects mid-stream and mid-prompt,
-long prompts, prompts beyond the context, bad JSON, unknown fields, stop strings, n > 1, logprobs. Fails (exit 1) when a request is lost (no
-terminal event, no answer), when a 5xx comes that was not a deliberate 503, when `check()` does not hold once idle, when
-a page is still held, or when memory of the server's processes keeps growing. Ends in one JSON line.
+long prompts, prompts beyond the context, bad JSON, wrong fields, stop strings, n > 1, logprobs. Fails (exit 1) when a
+request is lost (no terminal event, no answer), when a 5xx comes that was not a deliberate 503, when `check()` does not
+hold once idle, when a page is still held, or when the memory of the server keeps growing. Ends in one JSON line.
 """
 
 from __future__ import annotations
