@@ -25,7 +25,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         checkpoint: where weights and tokenizer lie (`--tokenizer` has already replaced its tokenizer_path).
         load_format: safetensors, gguf or dummy.
         device: cpu or cuda. dtype: activations and KV cache.
-        page_size: tokens a page. num_pages: pages of the KV pool, or None = by the runner's memory profile from kv_memory_bytes.
+        page_size: tokens a page.
+        num_pages: pages of the KV pool, or None = what kv_memory_bytes holds.
         max_num_batched_tokens: the token budget of one step (`--chunked-prefill-size`).
         num_threads: CPU threads of the runner.
         choices: automatic choices with reasons.

@@ -1,0 +1,291 @@
+"""From wishes to a configuration: what the model and the machine make of `EngineArgs`.
+
+Pure: no files, no clock, no environment, no randomness; equal arguments give equal results. Every value that the user
+left open becomes a `Choice` with its reason. Whatever cannot work is refused here, before any memory is taken.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tokenspeed.checkpoint.checkpoint import Checkpoint
+from tokenspeed.config.args import EngineArgs
+from tokenspeed.config.device import DeviceInfo
+from tokenspeed.config.engine import Choice, EngineConfig
+from tokenspeed.config.model import ModelConfig
+from tokenspeed.config.server import ServerConfig
+from tokenspeed.protocol.errors import ConfigError
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+GIB = 2**30
+CPU_CHUNK_TOKENS = 512
+CPU_PAGE_TOKENS = 16
+KV_MEMORY_SHARE = 0.25
+KV_MEMORY_LIMIT_BYTES = 4 * GIB
+LONGER_CONTEXT_VARIABLE = "TOKENSPEED_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPES: dict[str, Dtype] = {
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "float32": "float32",
+}
+_LOG_LEVELS: dict[str, Literal["debug", "info", "warning", "error"]] = {
+    "debug": "debug",
+    "info": "info",
+    "warning": "warning",
+    "warn": "warning",
+    "error": "error",
+}
+
+
+def resolve(
+    args: EngineArgs,
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    device: DeviceInfo,
+    *,
+    drawn_seed: int = 0,
+    allow_longer_context: bool = False,
+) -> tuple[EngineConfig, ServerConfig]:
+    """Decide everything.
+
+    Args:
+        args: the wishes. `chat_template` is the template's text, not a file name.
+        checkpoint: of the model; its tokenizer_path is already that of `--tokenizer`.
+        model: with `--hf-overrides` applied.
+        drawn_seed: the seed to use when `--seed` was left open.
+        allow_longer_context: permit `--max-model-len` above the model's context (the environment variable
+            TOKENSPEED_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN).
+    Raises:
+        ConfigError: names the value, the limit and the remedy.
+    """
+    choices: list[Choice] = []
+    load_format = _load_format(args, checkpoint, choices)
+    if args.device == "auto":
+        choices.append(Choice("--device", "cpu", "the CUDA engine is not built yet"))
+    dtype = _dtype(args, model, device, choices)
+    if args.kv_cache_dtype == "auto":
+        choices.append(Choice("--kv-cache-dtype", dtype, "that of the activations"))
+    page_size = _page_size(args, choices)
+    num_pages, kv_memory_bytes = _kv_size(args, device, page_size, choices)
+    token_bytes = kv_bytes_per_token(model, dtype)
+    capacity = num_pages * page_size if num_pages is not None else _pages_in(kv_memory_bytes, page_size, token_bytes)
+    max_model_len = _max_model_len(args, model, capacity, token_bytes, allow_longer_context, choices)
+    engine = EngineConfig(
+        model=model,
+        checkpoint=checkpoint,
+        load_format=load_format,
+        device="cpu",
+        dtype=dtype,
+        kv_cache_dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=_token_budget(args, max_model_len, choices),
+        page_size=page_size,
+        num_pages=num_pages,
+        kv_memory_bytes=kv_memory_bytes,
+        enable_prefix_caching=args.enable_prefix_caching,
+        enable_overlap=not args.disable_overlap_schedule,
+        enforce_eager=args.enforce_eager,
+        schedule_policy="priority" if args.schedule_policy == "priority" else "fifo",
+        attention_backend=args.attention_backend,
+        num_threads=_num_threads(args, device, choices),
+        seed=_seed(args, drawn_seed, choices),
+        max_queue_len=args.max_queue_len,
+        trust_remote_code=args.trust_remote_code,
+        choices=(*choices, *_without_effect(args)),
+    )
+    return engine, _server(args, checkpoint)
+
+
+def kv_bytes_per_token(model: ModelConfig, dtype: str) -> int:
+    """Keys and values of one token in all layers of a model with full attention, in bytes."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * _DTYPE_BYTES[dtype]
+
+
+def _load_format(
+    args: EngineArgs, checkpoint: Checkpoint, choices: list[Choice]
+) -> Literal["safetensors", "gguf", "dummy"]:
+    found = checkpoint.format
+    if args.load_format == "dummy":
+        return "dummy"
+    if found == "config":
+        raise ConfigError(
+            f"{checkpoint.name} has a config.json but no weights; add the weights, or serve random ones with "
+            "--load-format dummy"
+        )
+    if args.load_format == "auto":
+        choices.append(Choice("--load-format", found, "the files that are there"))
+    elif args.load_format != found:
+        raise ConfigError(
+            f"--load-format is {args.load_format}, but {checkpoint.name} holds {found} files; use --load-format {found}"
+        )
+    return found
+
+
+def _dtype(args: EngineArgs, model: ModelConfig, device: DeviceInfo, choices: list[Choice]) -> Dtype:
+    if args.dtype != "auto":
+        dtype = _DTYPES[args.dtype]
+        if dtype == "float16":
+            raise ConfigError(
+                f"--dtype {args.dtype} is not available on a CPU, which has no fast float16 arithmetic; "
+                "use --dtype bfloat16 or --dtype float32"
+            )
+        return dtype
+    units = sorted(flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in device.cpu_flags)
+    weights = f"{model.qtype} weights" if model.qtype else f"{model.dtype} weights"
+    if model.dtype == "float32" and model.qtype is None:
+        dtype, reason = "float32", "the checkpoint is float32"
+    elif units:
+        dtype, reason = "bfloat16", f"{weights}, and the CPU multiplies bfloat16 ({', '.join(units)})"
+    else:
+        dtype, reason = "float32", f"{weights}, but the CPU has no bfloat16 units (avx512_bf16, amx_bf16)"
+    choices.append(Choice("--dtype", dtype, reason))
+    return dtype
+
+
+def _page_size(args: EngineArgs, choices: list[Choice]) -> int:
+    if args.prefix_granularity is not None:
+        return args.prefix_granularity
+    reason = "short pages share more of a prefix, and a CPU reads a page of 16 tokens as fast as a longer one"
+    choices.append(Choice("--prefix-granularity", str(CPU_PAGE_TOKENS), reason))
+    return CPU_PAGE_TOKENS
+
+
+def _kv_size(
+    args: EngineArgs, device: DeviceInfo, page_size: int, choices: list[Choice]
+) -> tuple[int | None, int | None]:
+    """(pages, None) when given in tokens, else (None, bytes)."""
+    if args.max_total_tokens is not None:
+        if args.kv_cache_memory_gb is not None:
+            raise ConfigError(
+                f"--max-total-tokens {args.max_total_tokens} and --kv-cache-memory-gb {args.kv_cache_memory_gb:g} both "
+                "size the KV cache; give one of them"
+            )
+        num_pages = args.max_total_tokens // page_size
+        if num_pages == 0:
+            raise ConfigError(
+                f"--max-total-tokens is {args.max_total_tokens}, less than one page of {page_size} tokens; raise it to "
+                f"at least {page_size} or lower --prefix-granularity"
+            )
+        return num_pages, None
+    if args.kv_cache_memory_gb is not None:
+        wanted = int(args.kv_cache_memory_gb * GIB)
+        if wanted > device.memory_available_bytes:
+            raise ConfigError(
+                f"--kv-cache-memory-gb is {args.kv_cache_memory_gb:g}, but only "
+                f"{device.memory_available_bytes / GIB:.1f} GiB are available; lower it or free memory"
+            )
+        return None, wanted
+    share = int(device.memory_available_bytes * KV_MEMORY_SHARE)
+    size = min(share, KV_MEMORY_LIMIT_BYTES)
+    available = f"{device.memory_available_bytes / GIB:.1f} GiB available"
+    reason = f"25 % of {available}" if size == share else f"4 GiB at most without being asked for more ({available})"
+    choices.append(Choice("--kv-cache-memory-gb", f"{size / GIB:.2f}", reason))
+    return None, size
+
+
+def _pages_in(kv_memory_bytes: int | None, page_size: int, token_bytes: int) -> int:
+    """Tokens in the whole pages that the memory holds."""
+    return (kv_memory_bytes or 0) // (page_size * token_bytes) * page_size
+
+
+def _max_model_len(
+    args: EngineArgs,
+    model: ModelConfig,
+    capacity: int,
+    token_bytes: int,
+    allow_longer_context: bool,
+    choices: list[Choice],
+) -> int:
+    """A sequence of full length must fit into the pool alone, or it could wait forever."""
+    wanted = args.max_model_len
+    if wanted is not None and wanted > model.max_position and not allow_longer_context:
+        raise ConfigError(
+            f"--max-model-len is {wanted}, above the model's context of {model.max_position} tokens; lower it, extend "
+            f"the context with --hf-overrides (rope_scaling), or set {LONGER_CONTEXT_VARIABLE}=1 if you accept wrong "
+            "text beyond the context"
+        )
+    if capacity < 2:
+        raise ConfigError(
+            f"the KV cache would hold {capacity} tokens ({token_bytes} bytes a token); raise --kv-cache-memory-gb"
+        )
+    if wanted is not None:
+        if wanted > capacity:
+            raise ConfigError(
+                f"--max-model-len is {wanted}, but the KV cache holds {capacity} tokens ({token_bytes} bytes a token); "
+                f"lower it to {capacity}, or raise --max-total-tokens or --kv-cache-memory-gb"
+            )
+        return wanted
+    if capacity < model.max_position:
+        reason = f"the KV cache holds no more; the model could take {model.max_position}"
+        choices.append(Choice("--max-model-len", str(capacity), reason))
+        return capacity
+    choices.append(Choice("--max-model-len", str(model.max_position), "the model's context"))
+    return model.max_position
+
+
+def _token_budget(args: EngineArgs, max_model_len: int, choices: list[Choice]) -> int:
+    size = args.chunked_prefill_size
+    if size == -1:
+        reason = "--chunked-prefill-size -1: a prompt that runs alone is never split"
+        choices.append(Choice("token budget of a step", str(max_model_len), reason))
+        return max_model_len
+    if size is not None:
+        return size
+    reason = "fills the matrix units of a CPU; larger steps only make streams wait longer behind a prompt"
+    choices.append(Choice("--chunked-prefill-size", str(CPU_CHUNK_TOKENS), reason))
+    return CPU_CHUNK_TOKENS
+
+
+def _num_threads(args: EngineArgs, device: DeviceInfo, choices: list[Choice]) -> int:
+    if args.num_threads is not None:
+        if args.num_threads > device.num_cores:
+            raise ConfigError(
+                f"--num-threads is {args.num_threads}, but this process may use {device.num_cores} cores and "
+                "more threads would wait for each other; lower it"
+            )
+        return args.num_threads
+    reason = f"physical cores among the {device.num_cores} this process may use"
+    choices.append(Choice("--num-threads", str(device.num_physical_cores), reason))
+    return device.num_physical_cores
+
+
+def _seed(args: EngineArgs, drawn_seed: int, choices: list[Choice]) -> int:
+    if args.seed is not None:
+        return args.seed
+    choices.append(Choice("--seed", str(drawn_seed), "drawn for this start; give it to repeat one"))
+    return drawn_seed
+
+
+def _without_effect(args: EngineArgs) -> list[Choice]:
+    """Flags that ask for what is the case anyway: said, not swallowed."""
+    said: list[Choice] = []
+    if args.enable_mixed_batch:
+        said.append(Choice("--enable-mixed-batch", "on", "prompt and decode tokens always share steps here"))
+    if args.disable_kvstore:
+        said.append(Choice("--disable-kvstore", "off", "there is no host KV store in this version"))
+    if args.trust_remote_code:
+        said.append(Choice("--trust-remote-code", "on", "no code from a model repository is ever run in this version"))
+    return said
+
+
+def _server(args: EngineArgs, checkpoint: Checkpoint) -> ServerConfig:
+    return ServerConfig(
+        host=args.host,
+        port=args.port,
+        served_model_names=args.served_model_name or (checkpoint.name,),
+        api_keys=args.api_key,
+        cors_allow_origins=args.cors_allow_origins,
+        max_request_bytes=int(args.max_request_mb * 2**20),
+        drain_timeout_s=args.drain_timeout,
+        chat_template=args.chat_template,
+        stream_interval=args.stream_interval,
+        enable_metrics=args.enable_metrics,
+        log_requests=args.enable_log_requests,
+        log_level=_LOG_LEVELS[args.log_level],
+    )
