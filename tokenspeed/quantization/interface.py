@@ -51,7 +51,14 @@ class WeightTensor(Protocol):
 
 
 class LinearMethod(Protocol):
-    """One layer's weight."""
+    """One layer's weight.
+
+    Fields:
+        dense: [out_features, in_features] in the model's dtype, when the method keeps such a copy (after `finish`); an
+            embedding looks rows up in it, so that a tied head is stored once. None when it does not.
+    """
+
+    dense: torch.Tensor | None
 
     def load(
         self, weight: WeightTensor, row_start: int, columns: tuple[int, int] | None, rows: tuple[int, int] | None
@@ -79,9 +86,15 @@ class LinearMethod(Protocol):
 
 
 class Scheme(Protocol):
-    """One quantization scheme."""
+    """One quantization scheme.
+
+    Fields:
+        name: for the log and the command line.
+        reason: why it was chosen and what it does with the weights, in words.
+    """
 
     name: str
+    reason: str
 
     def declare(self, shape: LinearShape) -> LinearMethod:
         """A method for one layer; allocates nothing large before the first load."""
