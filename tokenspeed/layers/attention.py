@@ -1,0 +1,84 @@
+"""Grouped-query attention over the paged cache: project, rotate and store, attend, project back."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenspeed.attention.interface import AttentionBackend, AttentionBatch, LayerKV
+from tokenspeed.cache.spec import LayerCacheSpec
+from tokenspeed.config.model import ModelConfig
+from tokenspeed.distributed.mesh import Mesh
+from tokenspeed.kernels.ops import Ops
+from tokenspeed.layers.entry import Entries, join
+from tokenspeed.layers.linear import QKVParallel, RowParallel
+from tokenspeed.layers.norm import RMSNorm
+from tokenspeed.layers.rotary import Rotary
+from tokenspeed.quantization.interface import Scheme
+
+FULL_GROUP = "full"
+
+
+class Attention:
+    """One layer's attention, x [T, H] -> [T, H]. Its keys and values live in the pool given by `bind_kv`.
+
+    Args:
+        layer: layer index, for the cache spec.
+        prefix: HF name of the module (`model.layers.3.self_attn`).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        scheme: Scheme,
+        ops: Ops,
+        backend: AttentionBackend,
+        rotary: Rotary,
+        layer: int,
+        prefix: str,
+    ) -> None:
+        heads, head_dim = config.num_heads, config.head_dim
+        self._qkv = QKVParallel(config, mesh, scheme, prefix)
+        self._out = RowParallel(heads * head_dim, config.hidden_size, config.o_bias, mesh, scheme, f"{prefix}.o_proj")
+        self._q_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, f"{prefix}.q_norm") if config.qk_norm else None
+        self._k_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, f"{prefix}.k_norm") if config.qk_norm else None
+        self._eps = config.rms_norm_eps
+        self._scale = head_dim**-0.5
+        self._ops = ops
+        self._backend = backend
+        self._rotary = rotary
+        self._kv: LayerKV | None = None
+        first, last = mesh.tp.split(config.num_kv_heads, "num_key_value_heads")
+        bytes_per_token = 2 * (last - first) * head_dim * ops.dtype.itemsize
+        self.cache_spec = LayerCacheSpec(layer, FULL_GROUP, "full", bytes_per_token)
+
+    def entries(self) -> Entries:
+        norms = [norm.entries() for norm in (self._q_norm, self._k_norm) if norm is not None]
+        return join((self._qkv.entries(), self._out.entries(), *norms))
+
+    def finish(self) -> None:
+        self._qkv.finish()
+        self._out.finish()
+        for norm in (self._q_norm, self._k_norm):
+            if norm is not None:
+                norm.finish()
+
+    def bind_kv(self, kv: LayerKV) -> None:
+        """Use these pages from now on."""
+        self._kv = kv
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """positions [T] int64. Writes this step's keys and values to `batch.slots`."""
+        assert self._kv is not None, "forward before bind_kv"
+        q = self._ops.qkv_rope_cache(
+            self._qkv(x),
+            positions,
+            self._rotary.cos_sin,
+            self._kv.keys,
+            self._kv.values,
+            batch.slots,
+            None if self._q_norm is None else self._q_norm.weight,
+            None if self._k_norm is None else self._k_norm.weight,
+            self._eps,
+        )
+        return self._out(self._backend.run(q, self._kv, batch, self._scale, None))

@@ -1,0 +1,122 @@
+"""The dense pre-norm decoder that Llama, Qwen2 and Qwen3 share; what differs between them is in `ModelConfig`.
+
+    x = embed(ids)
+    every layer:  x += attention(norm(x));  x += mlp(norm(x))
+    hidden = norm(x);  scores = head(hidden)
+
+The additions are fused into the norms that follow them, so the decode path consists of ops and views only and can be
+recorded into a step graph.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tokenspeed.attention.interface import AttentionBackend, AttentionBatch, LayerKV
+from tokenspeed.cache.spec import LayerCacheSpec
+from tokenspeed.config.model import ModelConfig
+from tokenspeed.distributed.mesh import Mesh
+from tokenspeed.kernels.ops import Ops
+from tokenspeed.layers.attention import Attention
+from tokenspeed.layers.embedding import Vocabulary
+from tokenspeed.layers.entry import Entries, Layer, join
+from tokenspeed.layers.mlp import GatedMLP
+from tokenspeed.layers.norm import RMSNorm
+from tokenspeed.layers.rotary import Rotary
+from tokenspeed.models.interface import LoadRule
+from tokenspeed.quantization.interface import Scheme
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm, on a residual stream that is updated in place."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        scheme: Scheme,
+        ops: Ops,
+        backend: AttentionBackend,
+        rotary: Rotary,
+        layer: int,
+    ) -> None:
+        prefix = f"model.layers.{layer}"
+        eps = config.rms_norm_eps
+        self.input_norm = RMSNorm(config.hidden_size, eps, ops, f"{prefix}.input_layernorm")
+        self.attention = Attention(config, mesh, scheme, ops, backend, rotary, layer, f"{prefix}.self_attn")
+        self.post_norm = RMSNorm(config.hidden_size, eps, ops, f"{prefix}.post_attention_layernorm")
+        self.mlp = GatedMLP(config, mesh, scheme, ops, f"{prefix}.mlp")
+        self._parts: tuple[Layer, ...] = (self.input_norm, self.attention, self.post_norm, self.mlp)
+
+    def entries(self) -> Entries:
+        return join(part.entries() for part in self._parts)
+
+    def finish(self) -> None:
+        for part in self._parts:
+            part.finish()
+
+    def __call__(
+        self, x: torch.Tensor | None, residual: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """x: what the layer before left to add, None before the first. Returns what is left to add after this one."""
+        normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
+        attended = self.attention(normed, positions, batch)
+        return self.mlp(self.post_norm.add(attended, residual))
+
+
+class DenseDecoder:
+    """Satisfies `Model`. Families subclass it to state their name and to check what their config must say."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, scheme: Scheme, ops: Ops, backend: AttentionBackend) -> None:
+        self._vocabulary = Vocabulary(config, mesh, scheme, ops, "model.embed_tokens", "lm_head")
+        self._rotary = Rotary(config, ops.device)
+        self._layers = [
+            DecoderLayer(config, mesh, scheme, ops, backend, self._rotary, layer) for layer in range(config.num_layers)
+        ]
+        self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, "model.norm")
+        self._parts: tuple[Layer, ...] = (self._vocabulary, *self._layers, self._norm)
+        self._entries = join(part.entries() for part in self._parts)
+
+    def load_rules(self) -> dict[str, LoadRule]:
+        """See `Model.load_rules`."""
+        return {name: entry.load for name, entry in self._entries.items()}
+
+    def expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `Model.expected_shapes`."""
+        return {name: entry.shape for name, entry in self._entries.items()}
+
+    def ignorable(self, name: str) -> bool:
+        """Rotary tables of old checkpoints, and the head of a tied model."""
+        return name.endswith(".rotary_emb.inv_freq") or self._vocabulary.ignorable(name)
+
+    def finish(self) -> None:
+        """See `Model.finish`."""
+        self._rotary.finish()
+        for part in self._parts:
+            part.finish()
+
+    def cache_specs(self) -> list[LayerCacheSpec]:
+        """See `Model.cache_specs`."""
+        return [layer.attention.cache_spec for layer in self._layers]
+
+    def bind_kv(self, pool: list[LayerKV]) -> None:
+        """See `Model.bind_kv`."""
+        assert len(pool) == len(self._layers), f"{len(pool)} pools for {len(self._layers)} layers"
+        for layer, kv in zip(self._layers, pool, strict=True):
+            layer.attention.bind_kv(kv)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """See `Model.forward`."""
+        residual = self._vocabulary.embed(token_ids)
+        x: torch.Tensor | None = None
+        for layer in self._layers:
+            x = layer(x, residual, positions, batch)
+        return self._norm(residual) if x is None else self._norm.add(x, residual)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Model.head`."""
+        return self._vocabulary.head(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Model.logits`."""
+        return self.head(hidden).float()
