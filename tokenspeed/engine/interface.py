@@ -81,7 +81,7 @@ class TokenizerFace(Protocol):
     vocab_size: int
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
-        """`parse_special` False: special-token spellings in `text` are ordinary text. True only for rendered templates."""
+        """`parse_special` False: special-token spellings in `text` are ordinary text. True: they are the tokens."""
         ...
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
