@@ -8,8 +8,8 @@ Layout (little endian; the GGUF specification of ggml, versions 2 and 3):
     padding to the alignment | tensor data                 offsets count from here
 
 It parses with `struct` instead of the `gguf` package's reader: that one makes several numpy views for every token of
-the vocabulary (1.6 s for 49k tokens, against 0.05 s here) and believes every count in the file. Here each count is checked
-against the bytes that are left before anything is allocated, so that a damaged file gives an error, not a hang.
+the vocabulary (1.6 s for 49k tokens, against 0.05 s here) and believes every count in the file. Here each count is
+checked against the bytes that are left before anything is allocated, so that a damaged file gives an error, not a hang.
 """
 
 from __future__ import annotations
