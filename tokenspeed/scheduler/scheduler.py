@@ -1,0 +1,533 @@
+"""The scheduler: spends one token budget a step over requests, and turns step results into news for the client.
+
+Owns the lifecycle of every sequence (waiting, parked, running, finished), the slots and the order of the plans. Asks
+`cache/` for pages. Never imports torch, never talks to a channel, never looks at text. May be added here: rules about
+which rows a step gets. Not here: page accounting (`cache/`), how a request is taken apart (`request.py`), who goes
+first (`policy.py`).
+
+There is no prefill or decode phase: a sequence has `num_computed` tokens and catches up with those it knows. A plan
+takes, while budget is left, (1) sequences that only need their newest token computed, (2) running sequences behind by
+more, in chunks, (3) waiting sequences, strictly in order. (1) comes first, so no prompt, however long, delays a decode
+by more than its share of one budget.
+
+The loop may be overlapped by one step: `plan()` for step N + 1 is called before `apply()` of step N. The sequence is
+then moved on without knowing its newest token (`num_pending`). What turns out late:
+
+* it has ended: its row in flight is dropped when that arrives; pages and slot may be handed out by the next plan, which
+  the runner executes after the row in flight.
+* it was preempted with a token on its way: the token is kept when it arrives, and only then may it be admitted again.
+
+Memory: an admission reserves the pages of all tokens known, so only decodes ever ask for more. When none are left the
+sequence with the largest key (the youngest; under `priority` the least important) is preempted: pages released, back
+in the queue at its place, computed again later. The first in order is never preempted while another runs, and every
+sequence ends at `max_len` <= the pool's capacity, so it ends; then the next is first. Admission leaves one page for
+each running sequence, so that what has just been preempted does not come back to be thrown out again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import msgspec
+
+from tokenspeed.cache.manager import CacheManager
+from tokenspeed.protocol.messages import AddRequest, EngineStats, FinishReason, SequenceOutput
+from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepResult
+from tokenspeed.scheduler import invariants
+from tokenspeed.scheduler.drafter import Drafter
+from tokenspeed.scheduler.invariants import Planned
+from tokenspeed.scheduler.policy import Policy
+from tokenspeed.scheduler.queue import OrderedQueue
+from tokenspeed.scheduler.request import (
+    NO_SLOT,
+    Request,
+    Sequence,
+    State,
+    on_wire,
+    why_refused,
+)
+
+_MAX_STEP_SAMPLES = 4096  # forwards remembered between two stats snapshots
+
+
+class Scheduler:
+    """See the module. One thread only.
+
+    Args:
+        cache: pages for the sequences; this scheduler is its only user.
+        eos_token_ids: the model's end-of-sequence ids.
+        max_num_seqs: slots, so sequences running at once.
+        max_num_batched_tokens: the token budget of a step. Smaller than the running decodes is allowed: the last in
+            order then wait their turn.
+        max_model_len: tokens of a sequence at most, prompt and output. The pool's capacity limits it further.
+        policy: `fifo` or `priority`.
+        seed: of the generator that draws seeds for requests without one.
+        drafter: proposes draft tokens, or None. With one, a sequence is planned only when its last result is applied.
+
+    Raises:
+        ValueError: a limit below 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        cache: CacheManager,
+        eos_token_ids: tuple[int, ...],
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        policy: Policy = "fifo",
+        seed: int = 0,
+        drafter: Drafter | None = None,
+    ) -> None:
+        for name, value in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+            ("max_model_len", max_model_len),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} is {value}, it must be at least 1")
+        self._cache = cache
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._max_num_seqs = max_num_seqs
+        self._budget = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._policy = policy
+        self._seeds = random.Random(seed)
+        self._drafter = drafter
+        self._requests: dict[str, Request] = {}
+        self._waiting = OrderedQueue()
+        self._running = OrderedQueue()
+        self._num_parked = 0
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._in_flight: deque[tuple[int, list[Planned]]] = deque()
+        self._next_step_id = 0
+        self._num_arrivals = 0
+        # Shared by all rows that get no page, so that a steady decode row allocates nothing; the runner only reads it.
+        self._no_pages: tuple[list[int], ...] = tuple([] for _ in cache.groups)
+        self._num_preemptions = 0
+        self._num_prefix_hit_tokens = 0
+        self._num_prompt_tokens = 0
+        self._num_generated_tokens = 0
+        self._num_row_errors = 0
+        self._step_tokens: deque[int] = deque(maxlen=_MAX_STEP_SAMPLES)
+
+    # -- requests in ---------------------------------------------------------------------------------------------
+
+    def add(self, request: AddRequest) -> list[SequenceOutput]:
+        """Take a request; its n sequences start waiting.
+
+        Returns:
+            Empty, or one terminal "error" output a sequence for a request that can never run here.
+
+        Raises:
+            ValueError: a live request has this id (a bug of the client; nothing has changed).
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id!r} is already live")
+        sampling, prompt_len = request.sampling, len(request.prompt_token_ids)
+        max_len = min(self._max_model_len, self._cache.capacity_tokens)
+        reason = why_refused(request, self._max_model_len, self._cache.capacity_tokens)
+        if reason is not None:
+            return [
+                SequenceOutput(request_id=request.request_id, index=index, finish_reason="error", error=reason)
+                for index in range(sampling.n)
+            ]
+        shares_privately = sampling.n > 1 and not self._cache.enable_prefix_caching
+        private_root = self._cache.open_private_root() if shares_privately else None
+        tables = [
+            self._cache.open(request.cache_salt) if private_root is None else self._cache.open_private(private_root)
+            for _ in range(sampling.n)
+        ]
+        live = Request(request.request_id, private_root)
+        live.begin(
+            request,
+            tables,
+            policy=self._policy,
+            arrival=self._num_arrivals,
+            seed=sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63),
+            eos_token_ids=self._eos_token_ids,
+            max_len=max_len,
+        )
+        self._num_arrivals += 1
+        self._requests[request.request_id] = live
+        shares = self._shared_prompt_len(prompt_len) > 0
+        for index, sequence in live.sequences.items():
+            if index and shares:
+                sequence.state = State.PARKED
+                live.parked.append(index)
+                self._num_parked += 1
+            else:
+                self._waiting.add(sequence)
+        return []
+
+    def abort(self, request_id: str) -> list[SequenceOutput]:
+        """End all sequences of a request now; their pages are free for the next plan. Unknown ids give nothing."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        return [self._finish(sequence, "abort") for sequence in list(request.sequences.values())]
+
+    def abort_all(self, finish_reason: FinishReason = "abort", error: str | None = None) -> list[SequenceOutput]:
+        """End every live sequence, with `error` as the message for the user when the reason is "error"."""
+        outputs = []
+        for request in list(self._requests.values()):
+            for sequence in list(request.sequences.values()):
+                outputs.append(self._finish(sequence, finish_reason, error=error))
+        return outputs
+
+    # -- plan ----------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can run now (idle, or everything waits for results in flight)."""
+        decodes: list[Planned] = []
+        others: list[Planned] = []
+        admissions: list[Admission] = []
+        budget, behind, has_preempted = self._plan_decodes(decodes, self._budget)
+        for sequence in behind:
+            if not budget:
+                break
+            budget -= self._plan_chunk(sequence, budget, decodes, others)
+        if not has_preempted:  # the memory just taken back is for those who run
+            self._admit(budget, admissions, decodes, others)
+        planned = decodes + others
+        if not planned:
+            return None
+        rows = [row for _, _, row in planned]
+        num_tokens = sum(row.num_tokens for row in rows)
+        step_id = self._next_step_id
+        self._next_step_id += 1
+        self._in_flight.append((step_id, planned))
+        self._step_tokens.append(num_tokens)
+        return StepPlan(step_id, admissions, rows, num_tokens)
+
+    def _plan_decodes(self, decodes: list[Planned], budget: int) -> tuple[int, list[Sequence], bool]:
+        """Rows for running sequences that need only their newest token.
+
+        Returns:
+            The budget left, the running sequences that are behind by more, and whether anyone was preempted.
+        """
+        running, no_pages, drafter = self._running, self._no_pages, self._drafter
+        behind: list[Sequence] = []
+        num_preempted = self._num_preemptions
+        position = 0
+        while position < len(running):
+            sequence = running[position]
+            position += 1
+            start = sequence.num_computed
+            known = len(sequence.token_ids) + sequence.num_pending
+            if known - start != 1 or start < sequence.prompt_len:
+                behind.append(sequence)
+                continue
+            if known >= sequence.max_len or not budget or (drafter is not None and sequence.num_pending):
+                continue  # ends by length when its pending token arrives, or has to wait
+            drafts: tuple[int, ...] = ()
+            if drafter is not None:
+                room = min(budget - 1 - (len(running) - position), sequence.max_len - known - 1)
+                drafts = self._propose(drafter, sequence, start, room)
+            num_tokens = 1 + len(drafts)
+            new_pages = no_pages
+            if start + num_tokens > sequence.table.capacity:
+                got_pages = self._reserve_or_preempt(sequence, start + num_tokens)
+                if got_pages is None:
+                    break  # it was the last in order and has given way itself
+                new_pages = got_pages
+            row = Row(sequence.slot, start, num_tokens, new_pages, True, True, drafts)
+            sequence.num_computed = start + 1
+            sequence.num_pending += 1
+            budget -= num_tokens
+            decodes.append((sequence, sequence.epoch, row))
+        return budget, behind, self._num_preemptions > num_preempted
+
+    def _propose(self, drafter: Drafter, sequence: Sequence, start: int, room: int) -> tuple[int, ...]:
+        """Drafts for a sequence, none when there is no budget, length or memory for them: nobody is preempted for a
+        guess."""
+        if room < 1:
+            return ()
+        drafts = tuple(drafter.propose(sequence.token_ids, room)[:room])
+        if drafts and not self._cache.can_reserve(sequence.table, start + 1 + len(drafts)):
+            return ()
+        return drafts
+
+    def _reserve_or_preempt(self, sequence: Sequence, num_tokens: int) -> tuple[list[int], ...] | None:
+        """Room for `num_tokens` tokens, taken from the last in order if need be; None: that was the sequence itself.
+
+        Victims stand behind the sequence in order, and rows are planned in order, so no victim has a row in this plan.
+        """
+        while True:
+            new_pages = self._cache.reserve(sequence.table, num_tokens)
+            if new_pages is not None:
+                return new_pages
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave_slot(sequence)
+        self._cache.release(sequence.table)
+        sequence.num_computed = 0
+        sequence.epoch += 1
+        sequence.state = State.WAITING
+        self._waiting.add(sequence)
+        self._num_preemptions += 1
+
+    def _plan_chunk(self, sequence: Sequence, budget: int, decodes: list[Planned], others: list[Planned]) -> int:
+        """One row of at most `budget` tokens for a sequence whose pages are reserved; returns its tokens.
+
+        A sequence waiting for its own results (nothing known is left to compute) gets none.
+        """
+        start = sequence.num_computed
+        known = len(sequence.token_ids)  # nothing is pending: a pending token makes it a decode
+        num_tokens = min(budget, known - start)
+        if num_tokens < 1:
+            return 0
+        samples = start + num_tokens == known
+        is_decode = samples and num_tokens == 1 and start >= sequence.prompt_len
+        row = Row(sequence.slot, start, num_tokens, self._no_pages, samples, is_decode)
+        sequence.num_computed = start + num_tokens
+        sequence.num_pending += samples
+        (decodes if is_decode else others).append((sequence, sequence.epoch, row))
+        return num_tokens
+
+    def _admit(self, budget: int, admissions: list[Admission], decodes: list[Planned], others: list[Planned]) -> None:
+        """Waiting sequences into slots, strictly in order: the first that cannot enter holds back those behind it."""
+        cache = self._cache
+        while budget and self._free_slots and len(self._waiting):
+            sequence = self._waiting[0]
+            if sequence.num_pending:
+                return  # preempted with a token on its way, whose id the admission must name
+            tokens, table, request = sequence.token_ids, sequence.table, sequence.request
+            hit = None if sequence.wants_prompt_logprobs else cache.lookup(table, tokens)
+            if cache.reserve(table, len(tokens), hit, spare_pages=len(self._running)) is None:
+                return
+            self._waiting.remove(sequence)
+            self._running.add(sequence)
+            sequence.state = State.RUNNING
+            sequence.slot = self._free_slots.pop()
+            sequence.num_computed = 0 if hit is None else hit.num_tokens
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = sequence.num_computed
+                self._num_prefix_hit_tokens += sequence.num_computed
+                self._num_prompt_tokens += sequence.prompt_len
+            if request.parked and sequence.num_computed >= self._shared_prompt_len(sequence.prompt_len):
+                self._unpark(request)
+            admissions.append(
+                Admission(
+                    slot=sequence.slot,
+                    request_id=request.request_id,
+                    index=sequence.index,
+                    token_ids=list(tokens),
+                    prompt_len=sequence.prompt_len,
+                    pages=tuple(list(pages) for pages in table.pages),
+                    sampling=sequence.sampling,
+                    banned_token_ids=request.banned_token_ids,
+                )
+            )
+            budget -= self._plan_chunk(sequence, budget, decodes, others)
+
+    # -- apply ---------------------------------------------------------------------------------------------------
+
+    def apply(self, result: StepResult) -> list[SequenceOutput]:
+        """Take in the outcome of the oldest plan in flight.
+
+        Raises:
+            ValueError: not the oldest plan's result, or rows that do not match it (a bug of the runner).
+        """
+        if not self._in_flight or self._in_flight[0][0] != result.step_id:
+            raise ValueError(f"a result of step {result.step_id} came out of order")
+        _, planned = self._in_flight.popleft()
+        if len(planned) != len(result.rows):
+            raise ValueError(f"step {result.step_id} had {len(planned)} rows, its result has {len(result.rows)}")
+        outputs: list[SequenceOutput] = []
+        for (sequence, epoch, row), got in zip(planned, result.rows, strict=True):
+            if sequence.state is State.FINISHED:
+                continue  # found finished late: dropped here, once
+            if row.slot != got.slot:
+                raise ValueError(f"step {result.step_id}: the row of slot {row.slot} got a result of slot {got.slot}")
+            output = self._apply_row(sequence, epoch == sequence.epoch, row, got)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _apply_row(self, sequence: Sequence, is_current: bool, row: Row, got: RowResult) -> SequenceOutput | None:
+        """One row's outcome. `is_current`: not preempted since it was planned, so the row's pages are still its own."""
+        if got.error is not None:
+            self._num_row_errors += 1
+            return self._finish(sequence, "error", error=got.error)
+        if sequence.sampling.prompt_logprobs is not None:
+            sequence.request.collect_prompt_logprobs(row.start, got.prompt_logprobs)
+        token_ids = sequence.token_ids
+        new_ids = got.token_ids
+        reason: FinishReason | None = None
+        stop_token_id: int | None = None
+        if row.samples:
+            sequence.num_pending -= 1
+            if not new_ids or len(new_ids) > 1 + len(row.draft_token_ids):
+                raise ValueError(f"slot {row.slot}: {len(new_ids)} tokens for {len(row.draft_token_ids)} drafts")
+            new_ids, reason, stop_token_id = self._take_tokens(sequence, new_ids)
+        elif new_ids:
+            raise ValueError(f"slot {row.slot}: tokens from a row that does not sample")
+        if is_current:
+            num_done = row.start + row.num_tokens
+            if row.draft_token_ids:  # of the drafts, only the accepted have keys and values that stay
+                num_done = sequence.num_computed = row.start + len(got.token_ids)
+            if num_done >= sequence.table.commit_at:
+                self._cache.commit(sequence.table, token_ids, min(num_done, len(token_ids)))
+            request = sequence.request
+            if request.parked and num_done >= self._shared_prompt_len(sequence.prompt_len):
+                self._unpark(request)
+        if not row.samples:
+            return None
+        if reason is not None:
+            return self._finish(sequence, reason, new_ids, got, stop_token_id)
+        return self._output(sequence, new_ids, got)
+
+    def _take_tokens(self, sequence: Sequence, new_ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
+        """Append sampled tokens up to the one that ends the sequence; (those kept, reason, stop token)."""
+        token_ids = sequence.token_ids
+        for count, token_id in enumerate(new_ids, start=1):
+            position = len(token_ids)
+            token_ids.append(token_id)
+            self._num_generated_tokens += 1
+            if sequence.stops_at(token_id, position):
+                return new_ids[:count], "stop", token_id
+            if position + 1 >= sequence.max_len:
+                return new_ids[:count], "length", None
+        return new_ids, None, None
+
+    def _output(self, sequence: Sequence, new_ids: list[int], got: RowResult | None) -> SequenceOutput:
+        """News of a sequence; the first carries the cached tokens, and on index 0 the prompt logprobs."""
+        request = sequence.request
+        output = SequenceOutput(request_id=request.request_id, index=sequence.index, token_ids=new_ids)
+        if got is not None and got.logprobs:
+            output.logprobs = on_wire(got.logprobs[: len(new_ids)])
+        if not sequence.said_anything:
+            sequence.said_anything = True
+            output.num_cached_tokens = request.num_cached_tokens
+            if new_ids and sequence.wants_prompt_logprobs:
+                output.prompt_logprobs = on_wire(request.prompt_logprobs)
+                request.prompt_logprobs = []
+                # Delivered: after a preemption the prompt may come from the prefix cache.
+                sequence.sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=None)
+        return output
+
+    # -- leaving -------------------------------------------------------------------------------------------------
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        new_ids: list[int] | None = None,
+        got: RowResult | None = None,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> SequenceOutput:
+        """End a live sequence wherever it is, and make its one terminal output."""
+        request = sequence.request
+        output = self._output(sequence, new_ids if new_ids is not None else [], got)
+        output.finish_reason = reason
+        output.stop_token_id = stop_token_id
+        output.error = error
+        if sequence.state is State.RUNNING:
+            self._leave_slot(sequence)
+        elif sequence.state is State.WAITING:
+            self._waiting.remove(sequence)
+        else:
+            request.parked.remove(sequence.index)
+            self._num_parked -= 1
+        if reason == "error":  # pages that may hold what went wrong (NaN) must not be found by others
+            self._cache.release(sequence.table, forget=True)
+        self._cache.close(sequence.table)
+        sequence.state = State.FINISHED
+        del request.sequences[sequence.index]
+        if request.parked and len(request.parked) == len(request.sequences):
+            self._unpark_one(request)  # whoever was to compute the prompt is gone
+        if not request.sequences:
+            del self._requests[request.request_id]
+            if request.private_root is not None:
+                self._cache.end_private_root(request.private_root)
+        return output
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = NO_SLOT
+
+    def _shared_prompt_len(self, prompt_len: int) -> int:
+        """Prompt tokens in whole pages that siblings can find: one token at least is always computed."""
+        return (prompt_len - 1) // self._cache.page_size * self._cache.page_size
+
+    def _unpark(self, request: Request) -> None:
+        while request.parked:
+            self._unpark_one(request)
+
+    def _unpark_one(self, request: Request) -> None:
+        sequence = request.sequences[request.parked.pop(0)]
+        self._num_parked -= 1
+        sequence.state = State.WAITING
+        self._waiting.add(sequence)
+
+    # -- accounting ----------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """True while a sequence lives or a result is in flight."""
+        return bool(self._requests or self._in_flight)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans made whose results have not been applied."""
+        return len(self._in_flight)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in slots."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences waiting for a slot, memory, or the prompt they share."""
+        return len(self._waiting) + self._num_parked
+
+    def flush_cache(self) -> str | None:
+        """Empty the prefix cache; or say why not (requests run), changing nothing."""
+        if self._requests:
+            return f"{len(self._requests)} requests are running or waiting; flush the cache when there are none"
+        self._cache.flush()
+        return None
+
+    def stats(self) -> EngineStats:
+        """A snapshot; `step_tokens` starts anew with each."""
+        step_tokens = list(self._step_tokens)
+        self._step_tokens.clear()
+        return EngineStats(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_pages_total=self._cache.num_pages_total,
+            num_pages_used=self._cache.num_pages_used,
+            num_pages_cached=self._cache.num_pages_cached,
+            num_preemptions=self._num_preemptions,
+            num_prefix_hit_tokens=self._num_prefix_hit_tokens,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            step_tokens=step_tokens,
+            num_nan_aborted=self._num_row_errors,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants of scheduler and cache hold."""
+        self._cache.check()
+        assert self._requests or not self._cache.num_pages_used, "pages are held though no request lives"
+        invariants.check(
+            invariants.Snapshot(
+                requests=self._requests.values(),
+                running=self._running,
+                waiting=self._waiting,
+                num_parked=self._num_parked,
+                free_slots=self._free_slots,
+                max_num_seqs=self._max_num_seqs,
+                in_flight=[one for _, planned in self._in_flight for one in planned],
+            )
+        )
