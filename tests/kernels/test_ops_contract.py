@@ -1,0 +1,284 @@
+"""Every implementation of every operation against the reference: fresh random inputs, poisoned outputs, shape classes.
+
+Parametrised over `registry.discover()`, so a new kernel file is tested without an edit here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from tokenspeed.attention.interface import AttentionBatch
+from tokenspeed.kernels.reference import attention as reference_attention
+from tokenspeed.kernels.reference import pointwise
+from tokenspeed.kernels.registry import OPTIONAL, REQUIRED, Implementation, Need, discover
+
+DEVICE = torch.device("cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
+ROWS = (1, 3, 8, 33)
+
+
+def candidates(op: str) -> list[Any]:
+    """Every (implementation, dtype) of an op; those that cannot serve here are skipped with their reason."""
+    found = []
+    for implementation in discover():
+        if implementation.op != op:
+            continue
+        for dtype in TOLERANCE:
+            reason = implementation.why_not(Need(DEVICE, dtype))
+            name = f"{implementation.name}-{str(dtype).removeprefix('torch.')}"
+            marks = [pytest.mark.skip(reason=reason)] if reason is not None else []
+            found.append(pytest.param(implementation, dtype, id=name, marks=marks))
+    return found
+
+
+def every(op: str) -> Callable[..., Any]:
+    return pytest.mark.parametrize(("implementation", "dtype"), candidates(op))
+
+
+def made(implementation: Implementation, dtype: torch.dtype) -> Any:
+    return implementation.make(Need(DEVICE, dtype))
+
+
+@pytest.fixture(autouse=True)
+def fresh_inputs() -> Iterator[None]:
+    """New random numbers each run; the seed is in the report of a failure."""
+    seed = torch.seed() % 2**31
+    torch.manual_seed(seed)
+    print(f"seed {seed}")
+    with torch.inference_mode():
+        yield
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def poison(*shape: int, dtype: torch.dtype) -> None:
+    """Leave freed blocks of NaN of the sizes that an op is about to allocate: a value it forgets to write shows."""
+    blocks = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(4)]
+    del blocks
+
+
+def check(ours: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> None:
+    assert ours.shape == truth.shape
+    assert ours.dtype == truth.dtype
+    difference = (ours.float() - truth.float()).norm() / truth.float().norm().clamp(min=1e-9)
+    assert float(difference) < TOLERANCE[dtype]
+
+
+def test_every_required_op_has_a_reference_that_never_refuses() -> None:
+    references = {found.op: found for found in discover() if found.name == "reference"}
+    assert set(references) == set(REQUIRED)
+    assert all(found.why_not(Need(torch.device("meta"), torch.float16)) is None for found in references.values())
+
+
+def test_every_implementation_names_a_known_op() -> None:
+    assert {found.op for found in discover()} <= set(REQUIRED + OPTIONAL)
+
+
+@every("embedding")
+def test_embedding(implementation: Implementation, dtype: torch.dtype) -> None:
+    table = random(77, 48, dtype=dtype)
+    for rows in ROWS:
+        ids = torch.randint(0, 77, (rows,))
+        ids[0] = 76
+        poison(rows, 48, dtype=dtype)
+        assert torch.equal(made(implementation, dtype)(ids, table), pointwise.embedding(ids, table))
+
+
+@every("linear")
+@pytest.mark.parametrize("shape", [(64, 96), (576, 192), (80, 50), (33, 7)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear(implementation: Implementation, dtype: torch.dtype, shape: tuple[int, int], has_bias: bool) -> None:
+    weight = random(shape[1], shape[0], dtype=dtype)
+    bias = random(shape[1], dtype=dtype) if has_bias else None
+    for rows in ROWS:
+        x = random(rows, shape[0], dtype=dtype)
+        poison(rows, shape[1], dtype=dtype)
+        check(made(implementation, dtype)(x, weight, bias), pointwise.linear(x, weight, bias), dtype)
+
+
+@every("rms_norm")
+@pytest.mark.parametrize("size", [48, 576, 70])
+def test_rms_norm(implementation: Implementation, dtype: torch.dtype, size: int) -> None:
+    for rows in ROWS:
+        x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype)
+        before = x.clone()
+        poison(rows, size, dtype=dtype)
+        check(made(implementation, dtype)(x, weight, 1e-5), pointwise.rms_norm(x, weight, 1e-5), dtype)
+        assert torch.equal(x, before)
+
+
+@every("rms_norm")
+def test_rms_norm_of_zeros_is_zero(implementation: Implementation, dtype: torch.dtype) -> None:
+    x, weight = torch.zeros(2, 64, dtype=dtype), random(64, dtype=dtype)
+    assert not made(implementation, dtype)(x, weight, 1e-6).any()
+
+
+@every("add_rms_norm")
+@pytest.mark.parametrize("size", [48, 576, 70])
+def test_add_rms_norm(implementation: Implementation, dtype: torch.dtype, size: int) -> None:
+    for rows in ROWS:
+        x, residual, weight = (random(*shape, dtype=dtype) for shape in ((rows, size), (rows, size), (size,)))
+        residual_truth = residual.clone()
+        truth = pointwise.add_rms_norm(x, residual_truth, weight, 1e-5)
+        poison(rows, size, dtype=dtype)
+        check(made(implementation, dtype)(x, residual, weight, 1e-5), truth, dtype)
+        check(residual, residual_truth, dtype)
+
+
+@every("silu_and_mul")
+@pytest.mark.parametrize("size", [32, 1536, 70])
+def test_silu_and_mul(implementation: Implementation, dtype: torch.dtype, size: int) -> None:
+    for rows in ROWS:
+        gate_up = random(rows, 2 * size, dtype=dtype) * 4
+        truth = pointwise.silu_and_mul(gate_up.clone())
+        poison(rows, size, dtype=dtype)
+        check(
+            made(implementation, dtype)(
+                gate_up,
+            ),
+            truth,
+            dtype,
+        )
+
+
+HEADS = [(4, 2, 16), (9, 3, 64), (6, 6, 32), (8, 1, 128)]  # query heads, key heads, head_dim
+
+
+@every("qkv_rope_cache")
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+def test_qkv_rope_cache(
+    implementation: Implementation, dtype: torch.dtype, heads: tuple[int, int, int], normed: bool
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    angles = torch.rand(50, head_dim // 2) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    norms = [random(head_dim, dtype=dtype) if normed else None for _ in range(2)]
+    for rows in ROWS:
+        qkv = random(rows, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+        positions, slots = torch.randint(0, 50, (rows,)), torch.randperm(48)[:rows]
+        pools = [torch.full((12, 4, num_kv_heads, head_dim), torch.nan, dtype=dtype) for _ in range(4)]
+        keys, values, keys_truth, values_truth = pools
+        truth = pointwise.qkv_rope_cache(qkv.clone(), positions, cos_sin, keys_truth, values_truth, slots, *norms, 1e-6)
+        poison(rows, num_heads, head_dim, dtype=dtype)
+        q = made(implementation, dtype)(qkv, positions, cos_sin, keys, values, slots, *norms, 1e-6)
+        check(q, truth, dtype)
+        for ours, wanted in ((keys, keys_truth), (values, values_truth)):
+            assert torch.equal(ours.isnan(), wanted.isnan()), "wrote a slot that is not its own"
+            check(ours.nan_to_num(), wanted.nan_to_num(), dtype)
+
+
+def attention_case(
+    query_lens: list[int], seq_lens: list[int], heads: tuple[int, int, int], dtype: torch.dtype, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch]:
+    """Random paged keys and values: shuffled pages; NaN in every slot that no request owns, and page ids past the
+    length that point nowhere."""
+    num_heads, num_kv_heads, head_dim = heads
+    pages_of = [-(-seq_len // page_size) for seq_len in seq_lens]
+    num_pages = sum(pages_of) + 3
+    order = torch.randperm(num_pages).tolist()
+    pools = [torch.full((num_pages, page_size, num_kv_heads, head_dim), torch.nan).to(dtype) for _ in range(2)]
+    table = torch.full((len(seq_lens), max(pages_of) + 2), 2**30, dtype=torch.int32)
+    slots: list[int] = []
+    for r, seq_len in enumerate(seq_lens):
+        mine = [order.pop() for _ in range(pages_of[r])]
+        table[r, : len(mine)] = torch.tensor(mine)
+        written = [mine[p // page_size] * page_size + p % page_size for p in range(seq_len)]
+        for pool in pools:
+            pool.view(-1, num_kv_heads, head_dim)[written] = random(seq_len, num_kv_heads, head_dim, dtype=dtype)
+        slots += written[seq_len - query_lens[r] :]
+    batch = AttentionBatch(
+        query_start=torch.tensor(np.cumsum([0, *query_lens]), dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        page_table=table,
+        slots=torch.tensor(slots),
+        num_requests=len(seq_lens),
+        num_tokens=sum(query_lens),
+        query_lens_host=query_lens,
+        seq_lens_host=seq_lens,
+    )
+    return random(sum(query_lens), num_heads, head_dim, dtype=dtype), pools[0], pools[1], batch
+
+
+STEPS = {
+    "one decode": ([1], [37]),
+    "first token": ([1], [1]),
+    "decodes": ([1] * 5, [1, 16, 17, 130, 64]),
+    "equal decodes": ([1] * 3, [20, 20, 20]),
+    "prefill": ([45], [45]),
+    "chunk": ([13], [60]),
+    "mixed": ([1, 20, 1, 7, 1], [33, 20, 5, 50, 90]),
+    "prefill before decode": ([9, 1], [9, 40]),
+}
+
+
+@every("paged_attention")
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("window", [None, 10])
+def test_paged_attention(
+    implementation: Implementation, dtype: torch.dtype, step: str, heads: tuple[int, int, int], window: int | None
+) -> None:
+    query_lens, seq_lens = STEPS[step]
+    attend = made(implementation, dtype)
+    for page_size in (4, 16):
+        q, keys, values, batch = attention_case(query_lens, seq_lens, heads, dtype, page_size)
+        scale = heads[2] ** -0.5
+        truth = reference_attention.paged_attention(q, keys, values, batch, scale, window)
+        poison(q.shape[0], q.shape[1] * q.shape[2], dtype=dtype)
+        check(attend(q, keys, values, batch, scale, window), truth, dtype)
+        batch.query_lens_host = batch.seq_lens_host = None
+        check(attend(q, keys, values, batch, scale, window), truth, dtype)
+
+
+@every("paged_attention")
+def test_paged_attention_of_a_long_context(implementation: Implementation, dtype: torch.dtype) -> None:
+    """Longer than any block that a kernel splits queries or keys into."""
+    for query_lens, seq_lens in (([1, 1], [1500, 700]), ([600], [1100])):
+        q, keys, values, batch = attention_case(query_lens, seq_lens, (4, 2, 16), dtype, 16)
+        truth = reference_attention.paged_attention(q, keys, values, batch, 0.25, None)
+        check(made(implementation, dtype)(q, keys, values, batch, 0.25, None), truth, dtype)
+
+
+@every("block_linear")
+@pytest.mark.parametrize("shape", [(64, 48), (576, 320), (96, 50)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_block_linear(
+    implementation: Implementation, dtype: torch.dtype, shape: tuple[int, int], has_bias: bool
+) -> None:
+    """Its truth is a dense matmul with the weight as the gguf package dequantizes it."""
+    in_features, out_features = shape
+    block_linear = made(implementation, dtype)
+    assert block_linear.qtypes
+    tried = 0
+    for qtype in sorted(block_linear.qtypes):
+        kind = gguf.GGMLQuantizationType[qtype]
+        if in_features % gguf.GGML_QUANT_SIZES[kind][0]:
+            continue
+        tried += 1
+        raw = blocks_of(kind, out_features, in_features)
+        weight = torch.from_numpy(gguf.quants.dequantize(raw, kind)).float()
+        packed = block_linear.pack(torch.from_numpy(raw), qtype, in_features)
+        bias = random(out_features, dtype=dtype) if has_bias else None
+        for rows in range(1, block_linear.max_rows + 1):
+            x = random(rows, in_features, dtype=dtype)
+            poison(rows, out_features, dtype=dtype)
+            y = block_linear(x, packed, bias)
+            check(y, pointwise.linear(x, weight, bias), dtype)
+            one_by_one = torch.cat([block_linear(x[row : row + 1].clone(), packed, bias) for row in range(rows)])
+            check(one_by_one, y, dtype)
+    assert tried or in_features % 256
+
+
+def blocks_of(kind: gguf.GGMLQuantizationType, out_features: int, in_features: int) -> np.ndarray[Any, Any]:
+    """Random weights quantized by the gguf package."""
+    weight = torch.randn(out_features, in_features).numpy()
+    return gguf.quants.quantize(weight, kind)
