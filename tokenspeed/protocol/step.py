@@ -15,7 +15,9 @@ Positions of one slot, half-open:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from tokenspeed.protocol.sampling import SamplingParams
 
@@ -45,15 +47,15 @@ class Admission:
     banned_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One slot's share of a step.
+class Row(msgspec.Struct, frozen=True):
+    """One slot's share of a step. A Struct because one is built a row a step: 0.09 us, 0.76 us as a frozen dataclass.
 
     Fields:
         slot: the slot.
         start: position of the row's first token = tokens whose keys and values already exist.
         num_tokens: tokens to compute, drafts included, >= 1.
-        new_pages: pages to append to the slot's page table before the step, one list a cache group.
+        new_pages: pages to append to the slot's page table before the step, one list a cache group. Read only:
+            rows share the empty lists.
         samples: True when the row ends at the last known token, so a next token is sampled.
         draft_token_ids: proposed tokens to verify; the last `len` of the row's tokens. Empty without speculation.
         is_decode: the row computes only a token that was sampled (num_tokens == 1 + drafts, all after the prompt).
@@ -102,9 +104,8 @@ class TokenLogprobs:
     top_logprobs: list[float]
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
-    """What one row of the plan produced, in the plan's row order.
+class RowResult(msgspec.Struct, frozen=True):
+    """What one row of the plan produced, in the plan's row order. A Struct for the same reason as `Row`.
 
     Fields:
         slot: the row's slot.
@@ -113,13 +114,14 @@ class RowResult:
         logprobs: one an entry of `token_ids` when the request asked, else empty.
         prompt_logprobs: for prompt positions (start, start + num_tokens] of this row that are prompt tokens, i.e.
             the logprob of the token *after* each computed position; empty unless asked.
-        error: None, or why this request alone fails (NaN logits). Its tokens are then empty.
+        error: None, or why this request alone fails (NaN logits). Its tokens are then empty. A plan made meanwhile may
+            hold one more row for the slot; whatever that row computes is dropped, it only must not fail the step.
     """
 
     slot: int
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
     error: str | None = None
 
 
