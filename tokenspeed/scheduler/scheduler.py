@@ -162,12 +162,14 @@ class Scheduler:
                 self._waiting.add(sequence)
         return []
 
-    def abort(self, request_id: str) -> list[SequenceOutput]:
-        """End all sequences of a request now; their pages are free for the next plan. Unknown ids give nothing."""
+    def abort(self, request_id: str, index: int | None = None) -> list[SequenceOutput]:
+        """End a request now, or only its sequence `index`; the pages are free for the next plan. What is not live (any
+        more) gives nothing."""
         request = self._requests.get(request_id)
         if request is None:
             return []
-        return [self._finish(sequence, "abort") for sequence in list(request.sequences.values())]
+        sequences = [sequence for sequence in request.sequences.values() if index is None or sequence.index == index]
+        return [self._finish(sequence, "abort") for sequence in sequences]
 
     def abort_all(self, finish_reason: FinishReason = "abort", error: str | None = None) -> list[SequenceOutput]:
         """End every live sequence, with `error` as the message for the user when the reason is "error"."""
