@@ -1,38 +1,78 @@
-"""A model's shape, in one neutral form, whatever file it came from. No torch."""
+"""A model's shape, in one neutral form, whatever file it came from. No torch.
+
+`read_model_config` reads an HF config.json (with generation_config.json beside it) or GGUF metadata, which is turned
+into the same spelling first. What cannot run here is refused by file, field and value; nothing that changes the model's
+output is skipped silently.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from tokenspeed.checkpoint.checkpoint import Checkpoint
+from tokenspeed.checkpoint.gguf_file import read_gguf
+from tokenspeed.checkpoint.local import read_json
+from tokenspeed.checkpoint.safetensors_file import read_safetensors
+from tokenspeed.config import gguf_model
+from tokenspeed.config.fields import Fields
+from tokenspeed.config.rope import RopeConfig, read_rope
+from tokenspeed.protocol.errors import CheckpointError, ConfigError
 
-class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary embedding. `kind` picks which of the other fields count.
+__all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "RopeConfig", "read_model_config"]
 
-    Fields:
-        kind: default, linear, dynamic, yarn or llama3 (names of `rope_scaling.rope_type` in HF configs).
-        theta: base.
-        factor: length extension factor.
-        original_max_position: context the model was trained with before the extension.
-        beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate: YaRN (arXiv 2309.00071).
-        low_freq_factor, high_freq_factor: llama3.
-        partial_rotary_factor: share of head_dim that rotates.
-    """
+Dtype = Literal["float32", "bfloat16", "float16"]
 
-    kind: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    original_max_position: int | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    partial_rotary_factor: float = 1.0
+SUPPORTED_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""HF class name -> model_type."""
+
+DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""What the model card of the embedded default (SmolLM2-135M-Instruct) recommends."""
+
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+_READ_FIELDS = frozenset(
+    (
+        "architectures",
+        "model_type",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "max_position_embeddings",
+        "original_max_position_embeddings",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "partial_rotary_factor",
+        "tie_word_embeddings",
+        "attention_bias",
+        "o_bias",
+        "mlp_bias",
+        "dtype",
+        "torch_dtype",
+        "hidden_act",
+        "use_sliding_window",
+        "sliding_window",
+        "max_window_layers",
+        "layer_types",
+        "quantization_config",
+        "compression_config",
+        "bos_token_id",
+        "eos_token_id",
+    )
+)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,11 +80,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Fields:
         architecture: HF class name (`LlamaForCausalLM`); picks the family file.
+        max_position: longest context in tokens, linear and yarn extension included.
         qk_norm: per-head RMSNorm on queries and keys (Qwen3).
         attention_bias: biases on q, k, v; o_bias: bias on the output projection; mlp_bias: on the MLP.
         dtype: the checkpoint's own: float32, bfloat16 or float16.
         qtype: the commonest block type of a GGUF file (`Q4_1`), or the config's quant_method, or None.
-        eos_token_ids: union of config, generation_config and tokenizer (GGUF: eos, eot).
+        eos_token_ids: union of config, generation_config and tokenizer (GGUF: eos, eot, eom).
         sampling_defaults: from generation_config: temperature, top_p, top_k, min_p, repetition_penalty as present.
         extra: family-specific values as found in the file, for families that need more.
     """
@@ -65,9 +106,188 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     qtype: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: dict[str, float] = {}
     extra: dict[str, Any] = {}
+
+
+def read_model_config(checkpoint: Checkpoint, overrides: dict[str, Any] | None = None) -> ModelConfig:
+    """Read and check the model's config.
+
+    Args:
+        overrides: patched onto the HF config (`--hf-overrides`), nested objects merged; for GGUF in HF spelling too.
+
+    Raises:
+        CheckpointError: a field that is missing, cannot be, or asks for what is not supported. Names file and field.
+        ConfigError: an override of a field that is not read.
+    """
+    path = Path(checkpoint.config_path)
+    qtype: str | None = None
+    if path.suffix == ".gguf":
+        file = read_gguf(path)
+        values = gguf_model.hf_config(file)
+        generation = gguf_model.generation_config(file)
+        qtype = gguf_model.block_type(file.tensors) if checkpoint.format == "gguf" else None
+    else:
+        values = read_json(path)
+        beside = path.parent / "generation_config.json"
+        generation = read_json(beside) if beside.is_file() else {}
+        if values.get("dtype") is None and values.get("torch_dtype") is None and checkpoint.format == "safetensors":
+            values = {**values, "dtype": _stored_dtype(checkpoint.weight_files[0])}
+    if checkpoint.name == "default":
+        generation = DEFAULT_SAMPLING | generation
+    fields = Fields(str(path), _patched(values, overrides or {}))
+    return _model_config(fields, Fields(f"{path.parent}/generation_config.json", generation), qtype)
+
+
+def _patched(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    for name in overrides:
+        if name not in _READ_FIELDS:
+            raise ConfigError(
+                f"--hf-overrides: {name!r} is not read by any family; read are {', '.join(sorted(_READ_FIELDS))}"
+            )
+    if not overrides:
+        return values
+    # Old and new spellings of one thing must meet, or an override in the one would lose against the file in the other.
+    return _merged(_new_spelling(values), _new_spelling(overrides))
+
+
+def _new_spelling(values: dict[str, Any]) -> dict[str, Any]:
+    """`torch_dtype`, `rope_theta`, `rope_scaling` and its `type` as transformers 5 writes them."""
+    result = dict(values)
+    if "torch_dtype" in result:
+        result.setdefault("dtype", result.pop("torch_dtype"))
+    rope = result.pop("rope_scaling", {})
+    if rope is None:
+        rope = {"rope_type": "default"}
+    parts = [rope, result.pop("rope_parameters", None) or {}]
+    if not all(isinstance(part, dict) for part in parts):
+        return values
+    merged = parts[0] | parts[1]
+    if "type" in merged:
+        merged.setdefault("rope_type", merged.pop("type"))
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in result:
+            merged.setdefault(name, result.pop(name))
+    return {**result, "rope_parameters": merged} if merged else result
+
+
+def _merged(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    result = dict(values)
+    for name, value in overrides.items():
+        before = result.get(name)
+        result[name] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return result
+
+
+def _model_config(fields: Fields, generation: Fields, qtype: str | None) -> ModelConfig:
+    architecture = _architecture(fields)
+    _refuse_unsupported(fields)
+    hidden = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.bad("num_key_value_heads", f"a divisor of num_attention_heads, which is {num_heads}")
+    rope, max_position = read_rope(fields)
+    is_qwen2 = architecture == "Qwen2ForCausalLM"
+    # Qwen2 always has biases on q, k and v and none on the output; elsewhere one field speaks for all four.
+    attention_bias = is_qwen2 or fields.flag("attention_bias", False)
+    sampling = {name: generation.optional_number(name, minimum=-1.0) for name in _SAMPLING_FIELDS}
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(fields, hidden, num_heads, architecture),
+        vocab_size=fields.integer("vocab_size"),
+        max_position=max_position,
+        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
+        rope=rope,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        attention_bias=attention_bias,
+        o_bias=fields.flag("o_bias", attention_bias and not is_qwen2),
+        mlp_bias=fields.flag("mlp_bias", False),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        dtype=_dtype(fields),
+        qtype=qtype,
+        bos_token_id=fields.token_id("bos_token_id"),
+        eos_token_ids=tuple(dict.fromkeys(fields.token_ids("eos_token_id") + generation.token_ids("eos_token_id"))),
+        sampling_defaults={name: value for name, value in sampling.items() if value is not None},
+    )
+
+
+def _architecture(fields: Fields) -> str:
+    supported = ", ".join(SUPPORTED_ARCHITECTURES)
+    names = fields.get("architectures")
+    if names is None:
+        for architecture, model_type in SUPPORTED_ARCHITECTURES.items():
+            if fields.get("model_type") == model_type:
+                return architecture
+        raise fields.missing("architectures", f"a list with one of {supported}")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in SUPPORTED_ARCHITECTURES:
+        raise fields.bad("architectures", f"a list with one of the supported {supported}")
+    return str(names[0])
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    for name in ("quantization_config", "compression_config"):
+        quantization = fields.get(name)
+        if quantization is None:
+            continue
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise CheckpointError(
+            f"{fields.where}: {name} asks for {method!r}, which is not supported; use the unquantized model "
+            "or a GGUF file of it"
+        )
+    if fields.get("hidden_act") not in (None, "silu", "swish"):
+        raise fields.bad("hidden_act", "silu")
+    layer_types = fields.get("layer_types")
+    if layer_types is not None:
+        slides = layer_types != ["full_attention"] * len(layer_types) if isinstance(layer_types, list) else True
+        if slides:
+            raise CheckpointError(
+                f"{fields.where}: layer_types has layers other than full_attention; they are not supported yet"
+            )
+    elif fields.flag("use_sliding_window", False) and fields.get("sliding_window") is not None:
+        first = fields.integer("max_window_layers", default=28, minimum=0)
+        if first < fields.integer("num_hidden_layers"):
+            raise fields.bad(
+                "use_sliding_window",
+                f"false: sliding-window attention (here in layers {first} and up) is not supported yet",
+            )
+
+
+def _head_dim(fields: Fields, hidden: int, num_heads: int, architecture: str) -> int:
+    if fields.get("head_dim") is None and architecture == "Qwen3ForCausalLM":
+        return 128
+    if fields.get("head_dim") is None:
+        if hidden % num_heads:
+            raise fields.bad("hidden_size", f"a multiple of num_attention_heads, which is {num_heads} (or a head_dim)")
+        return hidden // num_heads
+    head_dim = fields.integer("head_dim")
+    if head_dim % 2:
+        raise fields.bad("head_dim", "an even number: rotary embedding turns pairs")
+    return head_dim
+
+
+def _dtype(fields: Fields) -> Dtype:
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    value = fields.get(name)
+    known: dict[str, Dtype] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+    if value is None:
+        return "float32"
+    if not isinstance(value, str) or value.removeprefix("torch.") not in known:
+        raise fields.bad(name, f"one of {', '.join(known)}")
+    return known[value.removeprefix("torch.")]
+
+
+def _stored_dtype(weight_file: str) -> str:
+    """For a config that does not say: the commonest type in the first shard; transformers' float32 when it has none."""
+    counts = Counter(entry.dtype for entry in read_safetensors(weight_file))
+    commonest = counts.most_common(1)[0][0] if counts else "F32"
+    return {"BF16": "bfloat16", "F16": "float16"}.get(commonest, "float32")
