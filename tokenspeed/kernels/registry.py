@@ -7,9 +7,11 @@ An implementation is found by discovery: every module below `kernels/` may carry
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -50,11 +52,22 @@ class Implementation:
 
 
 def discover() -> list[Implementation]:
-    """All implementations, best first within an op."""
+    """All implementations, best first within an op. A package below `kernels/` that sets `REQUIRES` to an optional
+    package's name is passed over where that is not installed."""
     found: list[Implementation] = []
-    for module in pkgutil.walk_packages(tokenspeed.kernels.__path__, "tokenspeed.kernels."):
-        found.extend(getattr(importlib.import_module(module.name), "IMPLEMENTATIONS", ()))
+    for name in _modules(tokenspeed.kernels):
+        found.extend(getattr(importlib.import_module(name), "IMPLEMENTATIONS", ()))
     return sorted(found, key=lambda implementation: (implementation.op, implementation.rank, implementation.name))
+
+
+def _modules(package: ModuleType) -> Iterator[str]:
+    required = getattr(package, "REQUIRES", None)
+    if required is not None and importlib.util.find_spec(required) is None:
+        return
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        yield module.name
+        if module.ispkg:
+            yield from _modules(importlib.import_module(module.name))
 
 
 def select_ops(need: Need, only: str | None = None) -> tuple[Ops, list[str]]:
