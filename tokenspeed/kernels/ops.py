@@ -1,8 +1,8 @@
 """The operations that models are written in, as types. `registry` picks an implementation of each for a device.
 
-T tokens, H hidden size, D head_dim, Hq query heads, Hk key/value heads, V vocabulary. Activations are `dtype` (bfloat16 or float32),
-arithmetic is fp32 inside. An implementation may be recorded into a step graph: then it must write to the tensors it
-was given or to buffers that live as long as the graph, and read lengths only from device tensors.
+T tokens, H hidden size, D head_dim, Hq query heads, Hk key/value heads, V vocabulary. Activations are `dtype` (bfloat16
+or float32), arithmetic is fp32 inside. An implementation may be recorded into a step graph: then it must write to the
+tensors it was given or to buffers that live as long as the graph, and read lengths only from device tensors.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Linear(Protocol):
 
 
 class BlockLinear(Protocol):
-    """Linear over block-quantized weights (GGUF types), kept quantized. Worth it for few rows, where weight bytes bound the step."""
+    """Linear over block-quantized weights (GGUF types), kept quantized: for few rows, where weight bytes bound a step."""
 
     qtypes: frozenset[str]
     max_rows: int
@@ -115,7 +115,7 @@ class Recorder(Protocol):
     """Records operations instead of dispatching them one by one: CUDA graphs, or a tape of native calls on a CPU."""
 
     def record(self) -> AbstractContextManager[StepGraph]:
-        """Inside the block every op of the same `Ops` is recorded (and its result undefined); the graph is complete at exit.
+        """Inside the block every op of the same `Ops` is recorded (its result undefined); the graph is complete at exit.
 
         Raises:
             GraphUnsupported: on exit or at the call, when something cannot be recorded; the message names it.

@@ -1,7 +1,7 @@
 """Which implementation of each operation serves here, and why not the others.
 
-An implementation is found by discovery: every module below `kernels/` may carry `IMPLEMENTATIONS`. Order of preference is
-`rank` (lower first); the reference has the highest rank and never refuses.
+An implementation is found by discovery: every module below `kernels/` may carry `IMPLEMENTATIONS`. Order of preference
+is `rank` (lower first); the reference has the highest rank and never refuses.
 """
 
 from __future__ import annotations

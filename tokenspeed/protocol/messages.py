@@ -1,7 +1,7 @@
 """What server process and engine process say to each other. Encoded by msgspec as tagged MessagePack; no pickle.
 
-Client to engine: `ToEngine`. Engine to client: `FromEngine`. For every `AddRequest` that the engine accepted, each of its n
-sequences gets any number of `SequenceOutput`s and exactly one with a `finish_reason`.
+Client to engine: `ToEngine`. Engine to client: `FromEngine`. For every `AddRequest` that the engine accepted, each of
+its n sequences gets any number of `SequenceOutput`s and exactly one with a `finish_reason`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a resolved configuration to a runner that can execute: choose kernels, build the model, load it, size the pool."""
+"""From a resolved configuration to a runner: choose kernels, build the model, load it, size the KV pool."""
 
 from __future__ import annotations
 

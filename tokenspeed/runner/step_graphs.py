@@ -1,4 +1,4 @@
-"""Recorded decode steps: one graph a batch size, over static buffers. The CPU's tape and a CUDA graph look alike from here.
+"""Recorded decode steps: one graph a batch size, over static buffers. A CPU's tape and a CUDA graph look alike here.
 
 A graph computes hidden states and head output for R decode rows, one token each. Its inputs are copied into the
 buffers before each replay; lengths, pages and positions are read from them, so one graph serves every context.
