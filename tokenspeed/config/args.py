@@ -163,7 +163,7 @@ class EngineArgs:
         None,
         "--max-total-tokens",
         MEMORY,
-        "Tokens that the KV cache holds, rounded down to whole pages. Overrides `--kv-cache-memory-gb`.",
+        "Tokens that the KV cache holds, rounded down to whole pages. Not together with `--kv-cache-memory-gb`.",
         parse=_integer,
         metavar="TOKENS",
         at_least=2,
@@ -190,7 +190,7 @@ class EngineArgs:
         metavar="TOKENS",
         at_least=1,
         special=(-1,),
-        default_text="8192, on a CPU 512",
+        default_text="512 on a CPU",
     )
     prefix_granularity: int | None = flag(
         None,
@@ -201,7 +201,7 @@ class EngineArgs:
         metavar="TOKENS",
         at_least=1,
         at_most=1024,
-        default_text="64, on a CPU 16",
+        default_text="16 on a CPU",
     )
     enable_prefix_caching: bool = flag(
         True,
