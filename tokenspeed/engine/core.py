@@ -55,7 +55,7 @@ class SchedulerFace(Protocol):
 
     def check(self) -> None: ...
 
-    def flush_cache(self) -> None: ...
+    def flush_cache(self) -> str | None: ...
 
 
 class EngineCore:
@@ -200,19 +200,11 @@ class EngineCore:
                     self._scheduler.check()
                     return Reply(call_id=command.call_id, ok=True)
                 case "flush_cache":
-                    return self._flush_cache(command.call_id)
+                    refusal = self._scheduler.flush_cache()
+                    return Reply(call_id=command.call_id, ok=refusal is None, error=refusal)
         except Exception as error:
             logger.exception("command %s failed", command.name)
             return Reply(call_id=command.call_id, ok=False, error=f"{type(error).__name__}: {error}")
-
-    def _flush_cache(self, call_id: int) -> Reply:
-        stats = self._snapshot()
-        num_live = stats.num_running + stats.num_waiting
-        if num_live:
-            error = f"{num_live} sequences are running or waiting; flush the cache when there are none"
-            return Reply(call_id=call_id, ok=False, error=error)
-        self._scheduler.flush_cache()
-        return Reply(call_id=call_id, ok=True)
 
     def _send_outputs(self, outputs: list[SequenceOutput]) -> None:
         if outputs:

@@ -1,0 +1,28 @@
+"""The engine process: `python -m tokenspeed.engine.process DIRECTORY`, started by `launch.py` and by nobody else.
+
+Owns what belongs to the process: signals, its parent's death, the exit code. With `llm.py` the only file of this room
+that imports torch, through `runner.build`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tokenspeed.engine.ipc import IpcEngineEnd
+from tokenspeed.engine.lifeline import read_order, tie_to_parent
+from tokenspeed.engine.run import run_engine
+from tokenspeed.observability.logs import configure_logging
+from tokenspeed.runner.build import build_runner
+
+
+def main() -> int:
+    """Run the engine whose order lies in the directory named by the first argument; returns the exit code."""
+    directory = sys.argv[1]
+    order = read_order(directory)
+    tie_to_parent(order.parent_pid)
+    configure_logging(order.log_level, "engine")
+    return run_engine(IpcEngineEnd(directory), order.config, build_runner, order.parent_pid)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
