@@ -1,1 +1,5 @@
 """TokenSpeed: an LLM inference engine for agentic workloads."""
+
+from importlib.metadata import version
+
+__version__ = version("tokenspeed")
