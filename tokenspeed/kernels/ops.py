@@ -90,7 +90,7 @@ class Linear(Protocol):
 
 
 class BlockLinear(Protocol):
-    """Linear over block-quantized weights (GGUF types), kept quantized: for few rows, where weight bytes bound a step."""
+    """Linear over block-quantized weights (GGUF types), kept quantized: for the few rows of a decode step."""
 
     qtypes: frozenset[str]
     max_rows: int
@@ -115,7 +115,7 @@ class Recorder(Protocol):
     """Records operations instead of dispatching them one by one: CUDA graphs, or a tape of native calls on a CPU."""
 
     def record(self) -> AbstractContextManager[StepGraph]:
-        """Inside the block every op of the same `Ops` is recorded (its result undefined); the graph is complete at exit.
+        """Inside the block every op of these `Ops` is recorded (its result undefined); complete at exit.
 
         Raises:
             GraphUnsupported: on exit or at the call, when something cannot be recorded; the message names it.
