@@ -53,8 +53,11 @@ class AttentionBatch:
 class LayerKV(Protocol):
     """One layer's part of the KV pool: keys and values, each [num_pages, page_size, num_kv_heads, head_dim]."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    @property
+    def keys(self) -> torch.Tensor: ...
+
+    @property
+    def values(self) -> torch.Tensor: ...
 
 
 class AttentionBackend(Protocol):

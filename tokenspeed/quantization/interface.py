@@ -36,10 +36,17 @@ class WeightTensor(Protocol):
         qtype: GGUF type name (`Q4_1`, `Q8_0`, ...) when the bytes are block-quantized along the last axis, else None.
     """
 
-    name: str
-    where: str
-    shape: tuple[int, ...]
-    qtype: str | None
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def qtype(self) -> str | None: ...
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
         """The whole tensor, dequantized, in `dtype`, on the CPU. A new tensor each call."""
