@@ -140,13 +140,7 @@ def test_silu_and_mul(implementation: Implementation, dtype: torch.dtype, size: 
         gate_up = random(rows, 2 * size, dtype=dtype) * 4
         truth = pointwise.silu_and_mul(gate_up.clone())
         poison(rows, size, dtype=dtype)
-        check(
-            made(implementation, dtype)(
-                gate_up,
-            ),
-            truth,
-            dtype,
-        )
+        check(made(implementation, dtype)(gate_up), truth, dtype)
 
 
 HEADS = [(4, 2, 16), (9, 3, 64), (6, 6, 32), (8, 1, 128)]  # query heads, key heads, head_dim

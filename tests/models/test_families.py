@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from model_harness import engine
@@ -138,3 +139,54 @@ def test_greedy_tokens_equal_transformers(case: str) -> None:
     hf, config = CASES[case]()
     prompt = tokens(9)
     assert engine(config, hf.state_dict()).greedy(prompt, 32) == hf_greedy(hf, prompt, 32)
+
+
+@pytest.mark.parametrize("only", [None, "reference"])
+@pytest.mark.parametrize("case", ["llama-llama3", "qwen2", "qwen3"])
+def test_chunks_equal_one_step(case: str, only: str | None) -> None:
+    hf, config = CASES[case]()
+    ours = engine(config, hf.state_dict(), only=only)
+    ids = tokens(40)
+    whole = ours.step([(ours.add(ids, 40), 40)])[0]
+    chunked = ours.add(ids, 40)
+    parts = [ours.step([(chunked, count)])[0] for count in (1, 7, 1, 4, 20, 7)]
+    assert error(torch.cat(parts), whole) < 1e-5
+
+
+@pytest.mark.parametrize("only", [None, "reference"])
+def test_mixed_batch_equals_each_request_alone(only: str | None) -> None:
+    """Decode rows, a continued chunk, a whole prompt and a first token in one step over shuffled pages."""
+    hf, config = CASES["qwen3"]()
+    ours = engine(config, hf.state_dict(), only=only)
+    plan = [(30, 29), (25, 10), (17, 0), (1, 0), (9, 8)]  # length, of which already computed
+    sequences = [ours.add(tokens(length, seed), length) for seed, (length, _) in enumerate(plan)]
+    for sequence, (_, computed) in zip(sequences, plan, strict=True):
+        if computed:
+            ours.step([(sequence, computed)])
+    together = ours.step([(s, length - done) for s, (length, done) in zip(sequences, plan, strict=True)])
+    for sequence, logits in zip(sequences, together, strict=True):
+        assert error(logits, hf_logits(hf, sequence.tokens)[-logits.shape[0] :]) < 2e-5
+
+
+def test_bfloat16_stays_near_float32() -> None:
+    hf, config = CASES["llama-llama3"]()
+    ours = engine(config, hf.state_dict(), dtype=torch.bfloat16)
+    ids = tokens(37)
+    logits = ours.step([(ours.add(ids, 40), 37)])[0]
+    assert logits.dtype == torch.float32
+    assert 1e-4 < error(logits, hf_logits(hf, ids)) < 3e-2  # below: it was not bfloat16 at all
+
+
+def test_dynamic_rope_beyond_the_trained_context() -> None:
+    """One table for all lengths: equal to transformers for a sequence of the longest length served."""
+    hf, config = CASES["llama-dynamic"]()
+    trained = 32
+    hf.config.max_position_embeddings = trained
+    hf.model.rotary_emb.original_max_seq_len = hf.model.rotary_emb.max_seq_len_cached = trained
+    served = msgspec.structs.replace(
+        config, max_position=48, rope=msgspec.structs.replace(config.rope, original_max_position=trained)
+    )
+    ours = engine(served, hf.state_dict())
+    ids = tokens(48)
+    logits = ours.step([(ours.add(ids, 48), 48)])[0]
+    assert error(logits, hf_logits(hf, ids)) < 2e-5

@@ -29,7 +29,8 @@ class Rotary:
             )
         if config.head_dim % 2:
             raise CheckpointError(f"head_dim {config.head_dim} is odd; rotary embedding needs pairs")
-        self._config = config
+        self._frequencies, self._magnitude = inverse_frequencies(config)
+        self._max_position = config.max_position
         self._device = device
         self._cos_sin: torch.Tensor | None = None
 
@@ -41,14 +42,9 @@ class Rotary:
 
     def finish(self) -> None:
         """Build the table."""
-        self._cos_sin = cos_sin_table(self._config).to(self._device)
-
-
-def cos_sin_table(config: ModelConfig) -> torch.Tensor:
-    """[max_position, head_dim] float32 on the CPU; see `Rotary.cos_sin`."""
-    frequencies, magnitude = inverse_frequencies(config)
-    angles = torch.outer(torch.arange(config.max_position, dtype=torch.float32), frequencies)
-    return torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), dim=-1)
+        angles = torch.outer(torch.arange(self._max_position, dtype=torch.float32), self._frequencies)
+        cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1) * self._magnitude
+        self._cos_sin = cos_sin.to(self._device)
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
@@ -61,7 +57,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
     if rope.kind == "llama3":
         return _llama3(rope, dim), 1.0
     if rope.kind == "yarn":
-        return _yarn(rope, dim, config.max_position)
+        return _yarn(rope, dim)
     return _plain(rope.theta, dim), 1.0
 
 
@@ -95,9 +91,9 @@ def _llama3(rope: RopeConfig, dim: int) -> torch.Tensor:
     return torch.where(is_long, frequencies / rope.factor, torch.where(is_short, frequencies, blended))
 
 
-def _yarn(rope: RopeConfig, dim: int, max_position: int) -> tuple[torch.Tensor, float]:
+def _yarn(rope: RopeConfig, dim: int) -> tuple[torch.Tensor, float]:
     """YaRN (Peng et al., arXiv 2309.00071, section 3.2): a ramp over dimensions between interpolated and kept waves."""
-    trained = rope.original_max_position or max_position
+    trained = _original_max_position(rope)
     low = _dim_of_rotations(rope.beta_fast, rope.theta, dim, trained)
     high = _dim_of_rotations(rope.beta_slow, rope.theta, dim, trained)
     if rope.truncate:
