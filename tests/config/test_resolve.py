@@ -238,7 +238,12 @@ def test_server_configuration():
     assert (server.host, server.port, server.served_model_names, server.api_keys) == ("0.0.0.0", 0, ("a", "b"), ("k",))
     assert (server.cors_allow_origins, server.max_request_bytes, server.drain_timeout_s) == (("*",), 2**19, 2)
     assert (server.chat_template, server.stream_interval, server.enable_metrics) == ("{{ x }}", 3, False)
-    assert (server.log_requests, server.log_level) == (True, "warning")
+    assert (server.log_requests, server.log_level, server.allow_priority) == (True, "warning", False)
+
+
+def test_priority_is_taken_only_under_its_policy():
+    _, server = resolve(EngineArgs(schedule_policy="priority"), CHECKPOINT, MODEL, AMX)
+    assert server.allow_priority
 
 
 def test_the_served_name_is_the_model_as_typed():

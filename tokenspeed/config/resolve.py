@@ -286,6 +286,7 @@ def _server(args: EngineArgs, checkpoint: Checkpoint) -> ServerConfig:
         chat_template=args.chat_template,
         stream_interval=args.stream_interval,
         enable_metrics=args.enable_metrics,
+        allow_priority=args.schedule_policy == "priority",
         log_requests=args.enable_log_requests,
         log_level=_LOG_LEVELS[args.log_level],
     )
