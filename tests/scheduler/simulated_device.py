@@ -44,7 +44,8 @@ def expected_output(
     """(output tokens, finish reason, stop token) of one sequence alone in the world."""
     sampling = request.sampling
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos))
-    seeded = SamplingParams(temperature=sampling.temperature, min_tokens=sampling.min_tokens, seed=seed + index)
+    wrapped = (seed + index + 2**63) % 2**64 - 2**63
+    seeded = SamplingParams(temperature=sampling.temperature, min_tokens=sampling.min_tokens, seed=wrapped)
     if POISON in request.prompt_token_ids:
         return [], "error", None
     history, output = history_of(request.prompt_token_ids), []

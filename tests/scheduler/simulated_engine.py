@@ -60,8 +60,8 @@ class SimulatedEngine:
             self.news[request.request_id, index] = []
         self._take(self.scheduler.add(request))
 
-    def abort(self, request_id: str) -> None:
-        self._take(self.scheduler.abort(request_id))
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self._take(self.scheduler.abort(request_id, index))
 
     def turn(self) -> StepPlan | None:
         """One turn of the loop: plan, queue, and apply the oldest once the pipeline is full or nothing else can run."""

@@ -90,7 +90,7 @@ def test_random_lives(block: int, overlap: bool, drafts: bool) -> None:
             for _ in range(rng.choice([0, 0, 1, 3, 10])):
                 engine.turn()
             if rng.random() < 0.2:
-                engine.abort(f"r{rng.randint(0, number)}")
+                engine.abort(f"r{rng.randint(0, number)}", rng.choice([None, 0, 1]))
         engine.run(max_turns=20_000)
 
 
@@ -116,7 +116,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.count > 0)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.engine.abort(f"r{data.draw(st.integers(0, self.count - 1))}")
+        index = data.draw(st.sampled_from([None, 0, 1]))
+        self.engine.abort(f"r{data.draw(st.integers(0, self.count - 1))}", index)
 
     @rule()
     def abort_all(self) -> None:
