@@ -209,7 +209,7 @@ def test_a_config_without_weights_needs_dummy():
     assert engine(EngineArgs(load_format="dummy")).load_format == "dummy"
 
 
-@pytest.mark.parametrize("name", ["enable_mixed_batch", "disable_kvstore", "trust_remote_code"])
+@pytest.mark.parametrize("name", ["enable_mixed_batch", "disable_kvstore"])
 def test_flags_without_effect_are_said(name):
     spelled = "--" + name.replace("_", "-")
     assert spelled not in {choice.name for choice in engine().choices}

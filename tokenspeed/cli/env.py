@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
+from tokenspeed import __version__
 from tokenspeed.config.device import DeviceInfo, read_device_info
 from tokenspeed.protocol.errors import ConfigError
 
@@ -49,7 +50,7 @@ def report(device: DeviceInfo) -> list[str]:
     total, available = device.memory_total_bytes / GIB, device.memory_available_bytes / GIB
     soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
-        f"TokenSpeed: {metadata.version('tokenspeed')}",
+        f"TokenSpeed: {__version__}",
         f"Python: {sys.version.split()[0]} ({platform.python_implementation()})",
         f"Platform: {platform.platform()}",
         f"CPU: {device.cpu_name}",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import metadata
 
+from tokenspeed import __version__
 from tokenspeed.protocol.errors import ConfigError
 
 
@@ -12,5 +12,5 @@ def run(argv: Sequence[str]) -> int:
     """Print the version."""
     if argv:
         raise ConfigError(f"`tokenspeed version` takes no arguments, but was given: {' '.join(argv)}")
-    print(f"TokenSpeed v{metadata.version('tokenspeed')}")
+    print(f"TokenSpeed v{__version__}")
     return 0

@@ -92,8 +92,7 @@ class EngineArgs:
         False,
         "--trust-remote-code",
         MODEL,
-        "Allow Python code from the model repository. No code is ever run from there in this version, so this "
-        "changes nothing yet.",
+        "Run the Python code that some tokenizers come with. Model code is always our own, never the repository's.",
         kind="on_or_off",
     )
     revision: str | None = flag(

@@ -269,8 +269,6 @@ def _without_effect(args: EngineArgs) -> list[Choice]:
         said.append(Choice("--enable-mixed-batch", "on", "prompt and decode tokens always share steps here"))
     if args.disable_kvstore:
         said.append(Choice("--disable-kvstore", "off", "there is no host KV store in this version"))
-    if args.trust_remote_code:
-        said.append(Choice("--trust-remote-code", "on", "no code from a model repository is ever run in this version"))
     return said
 
 
