@@ -1,0 +1,156 @@
+"""Chat messages: wire types, and the plain dicts a chat template reads. Text only so far."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import msgspec
+
+from tokenspeed.protocol.errors import InvalidRequest
+
+_OTHER_MEDIA = frozenset(
+    {
+        "image",
+        "image_url",
+        "input_image",
+        "video",
+        "video_url",
+        "audio",
+        "audio_url",
+        "input_audio",
+        "file",
+        "input_file",
+    }
+)
+
+
+class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`arguments` is a JSON object written as a string."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call the assistant made in an earlier turn."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One message.
+
+    Fields:
+        content: text or a list of text parts; null only for an assistant.
+        name: of the speaker, for templates that show it.
+        tool_calls: assistant only. tool_call_id: role tool only.
+        reasoning_content, reasoning: two names of an assistant's earlier reasoning, for templates that show it.
+        refusal, annotations, audio, function_call: what answers carry and clients send back; only null or empty.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+def check_media(messages: Any) -> None:
+    """Refuse images and the like by name, before types are looked at.
+
+    Raises:
+        InvalidRequest: a content part of another kind than text.
+    """
+    if not isinstance(messages, list):
+        return
+    for number, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        for place, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind in _OTHER_MEDIA:
+                where = f"messages[{number}].content[{place}]"
+                raise InvalidRequest(
+                    f"{where} is of type {kind!r}; this model takes text only", param=where, code="unsupported_content"
+                )
+
+
+def to_template(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as templates know them: content as one string, `developer` as `system`, call arguments as objects.
+
+    Raises:
+        InvalidRequest: no message, content or a field where its role has none, arguments that are not a JSON object.
+    """
+    if not messages:
+        raise InvalidRequest("messages is empty, it must hold at least one message", param="messages")
+    return [_to_template(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def num_chars(messages: list[dict[str, Any]]) -> int:
+    """About how long the rendered prompt will be."""
+    return sum(len(message["content"]) for message in messages)
+
+
+def _to_template(message: Message, where: str) -> dict[str, Any]:
+    if message.content is None and message.role != "assistant":
+        raise InvalidRequest(f"{where}.content is null, a {message.role} message needs text", param=f"{where}.content")
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest(f"{where}.tool_calls is only for role assistant", param=f"{where}.tool_calls")
+    if message.tool_call_id is not None and message.role != "tool":
+        raise InvalidRequest(f"{where}.tool_call_id is only for role tool", param=f"{where}.tool_call_id")
+    if message.annotations:
+        raise InvalidRequest(f"{where}.annotations cannot be used: it must be empty", param=f"{where}.annotations")
+    if message.refusal is not None:
+        raise InvalidRequest(f"{where}.refusal cannot be used: write it as content", param=f"{where}.refusal")
+    result: dict[str, Any] = {
+        # Families served here have no developer role of their own; OpenAI defines it as the newer system role.
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _text(message.content),
+    }
+    if message.name is not None:
+        result["name"] = message.name
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if reasoning is not None:
+        if message.role != "assistant":
+            raise InvalidRequest(f"{where}.reasoning_content is only for role assistant", param=where)
+        result["reasoning_content"] = reasoning
+    if message.tool_calls:
+        result["tool_calls"] = [
+            _call_to_template(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(message.tool_calls)
+        ]
+    return result
+
+
+def _text(content: str | list[TextPart] | None) -> str:
+    if content is None:
+        return ""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _call_to_template(call: ToolCall, where: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        where = f"{where}.function.arguments"
+        raise InvalidRequest(f"{where} must be a JSON object written as a string", param=where)
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -1,0 +1,128 @@
+"""Prompts to token ids: chat messages through the template, completion prompts in their four spellings."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.server.context import OFF_LOOP_CHARS, ServerContext
+from tokenspeed.server.openai.messages import Message, num_chars, to_template
+
+MAX_PROMPTS = 1024
+
+# What render_chat decides itself; a template variable of that name would speak against it.
+_RESERVED_KWARGS = frozenset(
+    {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+        "conversation",
+    }
+)
+
+
+async def render_messages(
+    context: ServerContext,
+    messages: list[Message],
+    *,
+    tools: list[dict[str, Any]] | None,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+    template_kwargs: dict[str, Any] | None,
+) -> list[int]:
+    """The prompt of a conversation.
+
+    Raises:
+        InvalidRequest: messages that cannot be rendered, or options that contradict each other.
+    """
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequest(
+            "add_generation_prompt and continue_final_message are both true; a prompt ends in one way",
+            param="add_generation_prompt",
+        )
+    plain = to_template(messages)
+    if continue_final_message and plain[-1]["role"] != "assistant":
+        raise InvalidRequest(
+            f"continue_final_message needs a last message of role assistant, it is {plain[-1]['role']}",
+            param="continue_final_message",
+        )
+    for name in sorted(_RESERVED_KWARGS & (template_kwargs or {}).keys()):
+        raise InvalidRequest(
+            f"chat_template_kwargs.{name} cannot be set; the request has a field for it", param="chat_template_kwargs"
+        )
+
+    def render() -> list[int]:
+        return context.client.render_chat(
+            plain,
+            tools=tools,
+            add_generation_prompt=not continue_final_message
+            if add_generation_prompt is None
+            else add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=context.config.chat_template,
+            template_kwargs=template_kwargs,
+        )
+
+    if num_chars(plain) > OFF_LOOP_CHARS:
+        return await asyncio.to_thread(render)
+    return render()
+
+
+async def tokenize_prompts(
+    context: ServerContext, prompt: Any, add_special_tokens: bool
+) -> list[tuple[str | None, list[int]]]:
+    """A completion request's prompts: text (None when given as ids) and ids.
+
+    Raises:
+        InvalidRequest: none of the four spellings, none at all, or too many.
+    """
+    prompts = _split(prompt)
+    result: list[tuple[str | None, list[int]]] = []
+    for one in prompts:
+        if isinstance(one, str):
+            result.append((one, await encode(context, one, add_special_tokens)))
+        else:
+            result.append((None, one))
+    return result
+
+
+async def encode(context: ServerContext, text: str, add_special_tokens: bool) -> list[int]:
+    """Text to ids. A raw prompt may spell special tokens: whoever writes it is the one who writes templates."""
+    tokenizer = context.client.tokenizer
+    if len(text) > OFF_LOOP_CHARS:
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens, True)
+    return tokenizer.encode(text, add_special_tokens, True)
+
+
+def _split(prompt: Any) -> list[str] | list[list[int]]:
+    wrong = "prompt must be a string, an array of strings, an array of token ids or an array of arrays of token ids"
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise InvalidRequest(wrong, param="prompt")
+    if not prompt:
+        raise InvalidRequest("prompt is an empty array, it must hold at least one prompt", param="prompt")
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return [_ids(prompt, "prompt")]
+    if kinds not in ({str}, {list}):
+        raise InvalidRequest(wrong, param="prompt")
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt holds {len(prompt)} prompts, the limit is {MAX_PROMPTS}", param="prompt")
+    if kinds == {str}:
+        return [str(item) for item in prompt]
+    for number, item in enumerate(prompt):
+        if {type(part) for part in item} != {int}:
+            raise InvalidRequest(f"prompt[{number}] must be a non-empty array of token ids", param="prompt")
+    return [_ids(item, f"prompt[{number}]") for number, item in enumerate(prompt)]
+
+
+def _ids(ids: list[int], where: str) -> list[int]:
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= 2**31:  # the client knows the vocabulary; this only keeps numbers sane on the way
+        raise InvalidRequest(f"{where} holds an id outside of [0, 2**31)", param="prompt")
+    return ids
