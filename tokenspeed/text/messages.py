@@ -1,0 +1,86 @@
+"""Chat messages as clients send them, brought to the one shape that chat templates expect.
+
+The template sees: role, content as a string, no keys whose value is null, tool-call arguments as objects, reasoning
+under `reasoning_content` (and `thinking`, which some templates read).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenspeed.protocol.errors import InvalidRequest
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A new list; the caller's is not touched.
+
+    Raises:
+        InvalidRequest: no messages, a message without role, a part that is not text, arguments that are not JSON.
+    """
+    if not messages:
+        raise InvalidRequest("messages is empty; send at least one message", param="messages")
+    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{where} is a {type(message).__name__}, it must be an object", param="messages")
+    if not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"{where} has no role; it must be a string such as 'user'", param="messages")
+    known = {key: value for key, value in message.items() if value is not None}
+    if "content" in known:
+        known["content"] = _content(where, known["content"])
+    if "tool_calls" in known:
+        known["tool_calls"] = _tool_calls(where, known["tool_calls"])
+    reasoning = next((known[key] for key in _REASONING if key in known), None)
+    if reasoning is not None:
+        known = {"thinking": reasoning, **known, "reasoning_content": reasoning}
+    return known
+
+
+def _content(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise InvalidRequest(
+            f"{where}.content is a {type(content).__name__}, it must be a string or a list of text parts",
+            param="messages",
+        )
+    return "\n".join(_part(f"{where}.content[{index}]", part) for index, part in enumerate(content))
+
+
+def _part(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
+    if kind in (*_TEXT_PARTS, "refusal"):
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{where} is of type {kind!r} but has no text in it", param="messages")
+        return text
+    raise InvalidRequest(f"{where} is of type {kind!r}; this model takes text parts only", param="messages")
+
+
+def _tool_calls(where: str, calls: Any) -> list[Any]:
+    if not isinstance(calls, (list, tuple)):
+        raise InvalidRequest(f"{where}.tool_calls is a {type(calls).__name__}, it must be a list", param="messages")
+    return [_tool_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
+
+
+def _tool_call(where: str, call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise InvalidRequest(f"{where} has no function; it must be an object with name and arguments", param="messages")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{where}.function.arguments is not JSON: {error}", param="messages") from error
+    return {**call, "function": {**function, "arguments": parsed}}
