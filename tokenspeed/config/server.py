@@ -20,8 +20,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         chat_template: template text that replaces the model's own, or None.
         stream_interval: tokens a stream event carries at least, except the last.
         enable_metrics: serve `/metrics`.
-        allow_priority: the engine schedules by priority, so requests may say one. `run_server` sets it from the engine's
-            configuration; elsewhere a request's priority would be ignored and is refused instead.
+        allow_priority: the engine schedules by priority, so requests may say one. Elsewhere it would be ignored, and is
+            refused instead.
     """
 
     host: str = "127.0.0.1"
