@@ -1,0 +1,144 @@
+"""Tensors of a checkpoint that have not been read yet: from safetensors, from GGUF, or made up.
+
+Each satisfies `quantization.interface.WeightTensor`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Protocol
+
+import torch
+
+from tokenspeed.checkpoint.gguf_file import BLOCK_TYPES, GGUFTensor
+from tokenspeed.checkpoint.safetensors_file import SafetensorsEntry
+from tokenspeed.loader.file_bytes import read_bytes
+from tokenspeed.loader.gguf_dequant import SUPPORTED, dequantize
+from tokenspeed.loader.gguf_names import hf_name
+from tokenspeed.quantization.interface import WeightTensor
+
+_SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+DUMMY_STD = 0.02
+DUMMY_PIECE_ELEMENTS = 1 << 20
+
+
+class CheckpointWeight(WeightTensor, Protocol):
+    """What the loader wants to know in addition, before it reads.
+
+    Fields:
+        nbytes: bytes that reading takes from the file; for the progress bar.
+        unreadable: why this tensor's type cannot be used, or None.
+    """
+
+    nbytes: int
+    unreadable: str | None
+
+
+class SafetensorsWeight:
+    """A tensor of a safetensors file."""
+
+    qtype: str | None = None
+
+    def __init__(self, path: str, entry: SafetensorsEntry) -> None:
+        self.name = entry.name
+        self.where = f"{path}: tensor {entry.name!r}"
+        self.shape = entry.shape
+        self.nbytes = entry.nbytes
+        self.unreadable: str | None = None
+        if entry.dtype not in _SAFETENSORS_DTYPES:
+            self.unreadable = f"type {entry.dtype}, expected one of {', '.join(_SAFETENSORS_DTYPES)}"
+        self._path = path
+        self._entry = entry
+
+    def read(self, dtype: torch.dtype) -> torch.Tensor:
+        """See `WeightTensor.read`."""
+        entry = self._entry
+        raw = read_bytes(self._path, entry.offset, entry.nbytes, self.where)
+        return raw.view(_SAFETENSORS_DTYPES[entry.dtype]).view(entry.shape).to(dtype)
+
+    def raw(self) -> torch.Tensor:
+        """Never: safetensors weights are not block-quantized here."""
+        raise TypeError(f"{self.where} has no block-quantized bytes")
+
+
+class GGUFWeight:
+    """A tensor of a GGUF file.
+
+    Args:
+        row_order: for permuted tensors, int64 [shape[0]]: HF row i is the file's row row_order[i]. Whole rows move, so
+            it applies to quantized bytes as well.
+    """
+
+    def __init__(self, path: str, tensor: GGUFTensor, row_order: torch.Tensor | None) -> None:
+        self.name = hf_name(tensor.name)
+        self.where = f"{path}: tensor {tensor.name!r}"
+        self.shape = tensor.shape
+        self.nbytes = tensor.nbytes
+        self.qtype = tensor.qtype if BLOCK_TYPES[tensor.qtype].block_size > 1 else None
+        self.unreadable: str | None = None
+        if tensor.qtype not in SUPPORTED:
+            self.unreadable = f"GGUF type {tensor.qtype}, supported are {', '.join(sorted(SUPPORTED))}"
+        self._path = path
+        self._tensor = tensor
+        self._row_order = row_order
+
+    def read(self, dtype: torch.dtype) -> torch.Tensor:
+        """See `WeightTensor.read`."""
+        return dequantize(self._rows(), self._tensor.qtype, dtype).view(self.shape)
+
+    def raw(self) -> torch.Tensor:
+        """See `WeightTensor.raw`."""
+        if self.qtype is None or len(self.shape) != 2:
+            raise TypeError(f"{self.where} is {self._tensor.qtype} of shape {self.shape}, not a block-quantized matrix")
+        return self._rows()
+
+    def _rows(self) -> torch.Tensor:
+        """uint8 [rows, row_bytes] in HF order; one row for a vector, but one an element where its rows move."""
+        tensor = self._tensor
+        flat = read_bytes(self._path, tensor.offset, tensor.nbytes, self.where)
+        if self._row_order is not None:
+            return flat.view(self.shape[0], -1).index_select(0, self._row_order)
+        return flat.view(math.prod(self.shape[:-1]), -1)
+
+
+def llama_row_order(num_heads: int, head_dim: int) -> torch.Tensor:
+    """Undoes the converter's reordering: row h D + s D/2 + j of HF is row h D + 2 j + s of the file (s is 0 or 1).
+
+    Returns:
+        int64 [num_heads * head_dim], for `GGUFWeight.row_order`.
+    """
+    rows = torch.arange(num_heads * head_dim).view(num_heads, head_dim // 2, 2)
+    return rows.transpose(1, 2).reshape(-1)
+
+
+class DummyWeight:
+    """Random numbers in place of a file: normal with std 0.02, ones for norms. Seed and name decide the values."""
+
+    qtype: str | None = None
+    unreadable: str | None = None
+
+    def __init__(self, name: str, shape: tuple[int, ...], seed: int) -> None:
+        self.name = name
+        self.where = f"dummy weights: tensor {name!r}"
+        self.shape = shape
+        self.nbytes = math.prod(shape) * 4
+        self._seed = seed
+
+    def read(self, dtype: torch.dtype) -> torch.Tensor:
+        """See `WeightTensor.read`. Made in float32 in pieces, so that nothing large is held twice."""
+        out = torch.empty(self.shape, dtype=dtype)
+        if len(self.shape) == 1 and self.name.endswith("norm.weight"):
+            return out.fill_(1.0)
+        digest = hashlib.sha256(f"{self._seed}/{self.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        flat = out.view(-1)
+        for start in range(0, flat.shape[0], DUMMY_PIECE_ELEMENTS):
+            piece = flat[start : start + DUMMY_PIECE_ELEMENTS]
+            piece.copy_(torch.empty(piece.shape).normal_(0.0, DUMMY_STD, generator=generator))
+        return out
+
+    def raw(self) -> torch.Tensor:
+        """Never: dummy weights are not block-quantized."""
+        raise TypeError(f"{self.where} has no block-quantized bytes")
