@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from fake_runner import ByteTokenizer, FakeRunner, engine_config
+from fake_runner import TEMPLATE, ByteTokenizer, FakeRunner, engine_config
 
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.engine.client import AsyncEngineClient
@@ -29,7 +29,7 @@ async def start() -> AsyncIterator[Start]:
         config = config or engine_config()
         engine = EngineThread(config, build)
         ready = await asyncio.to_thread(wait_ready, engine, 20.0)
-        client = AsyncEngineClient(engine, ready, config.model, tokenizer or ByteTokenizer(), max_queue_len)
+        client = AsyncEngineClient(engine, ready, config.model, tokenizer or ByteTokenizer(), TEMPLATE, max_queue_len)
         clients.append(client)
         return client
 

@@ -13,11 +13,17 @@ from tokenspeed.config.model import ModelConfig
 from tokenspeed.config.rope import RopeConfig
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprobs
+from tokenspeed.text.chat_template import ChatTemplate
 
 VOCAB = 300
 EOS = 299
 NAN_TOKEN = 298  # a prompt that holds it fails alone
 PAGE_SIZE = 4
+TEMPLATE = ChatTemplate(
+    {"default": "{% for message in messages %}{{ message.role }}:{{ message.content }}\n{% endfor %}"},
+    special_tokens={},
+    spellings=(),
+)
 
 
 def engine_config(
@@ -156,6 +162,9 @@ class ByteTokenizer:
         return b"".join(self.token_bytes(token_id) for token_id in token_ids if token_id < 256).decode(
             "utf-8", "replace"
         )
+
+    def encode_rendered(self, text: str, breaker: str) -> list[int]:
+        return list(text.encode())
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else f"<{token_id}>".encode()

@@ -42,7 +42,8 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
     if wanted is not None and wanted > left:
         raise InvalidRequest(
             f"the context length is {max_model_len} tokens, but {len(prompt) + wanted} were asked for "
-            f"({len(prompt)} in the prompt, {wanted} as max_tokens); shorten the prompt or lower max_tokens to at most {left}",
+            f"({len(prompt)} in the prompt, {wanted} as max_tokens); shorten the prompt or lower max_tokens to at most "
+            f"{left}",
             param="max_tokens",
             code=CONTEXT_EXCEEDED,
         )
@@ -68,7 +69,7 @@ def _check_ids(param: str, token_ids: tuple[int, ...] | dict[int, float], vocab_
 
 
 class Gate:
-    """The bounded queue in front of the engine: counts live requests and refuses those for whom there is no room in line.
+    """The bounded queue in front of the engine: counts live requests and refuses those that find the line full.
 
     A request waits when it has no output yet and no slot is free for it, or when the engine's last snapshot (up to
     0.1 s old) says so. A burst inside that time may therefore overshoot the limit by up to `max_num_seqs`.

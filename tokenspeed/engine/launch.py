@@ -44,8 +44,13 @@ class EngineHandle(Protocol):
         """Wait until it has ended, for at most `timeout_s` seconds."""
         ...
 
+    def kill(self) -> None:
+        """End it as soon as can be, without waiting. The channel stays open."""
+        ...
+
     def stop(self, timeout_s: float = KILL_AFTER_S) -> None:
-        """Tell it to shut down, wait, end it the hard way after `timeout_s` seconds, close the channel."""
+        """Tell it to shut down, wait, end it the hard way after `timeout_s` seconds, close the channel. Nobody may be
+        reading the channel. A second call does nothing."""
         ...
 
 
@@ -79,6 +84,9 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             pass  # the caller looks at exit_code
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def stop(self, timeout_s: float = KILL_AFTER_S) -> None:
         _say_shutdown(self.channel)
         self.join(timeout_s)
@@ -110,6 +118,9 @@ class EngineThread:
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
+
+    def kill(self) -> None:
+        _say_shutdown(self.channel)
 
     def stop(self, timeout_s: float = KILL_AFTER_S) -> None:
         _say_shutdown(self.channel)

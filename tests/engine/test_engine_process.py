@@ -1,0 +1,158 @@
+"""Engines in processes of their own (with the fake runner): start, signals, death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from fake_runner import TEMPLATE, ByteTokenizer, continuation, engine_config
+
+from tokenspeed.config.engine import EngineConfig
+from tokenspeed.engine.client import AsyncEngineClient
+from tokenspeed.engine.interface import GenerationRequest
+from tokenspeed.engine.launch import EngineProcess, wait_ready
+from tokenspeed.protocol.errors import CheckpointError, ConfigError, EngineDead
+from tokenspeed.protocol.sampling import SamplingParams
+
+HERE = Path(__file__).parent
+COMMAND = (sys.executable, str(HERE / "fake_process.py"))
+
+
+def start(config: EngineConfig | None = None) -> EngineProcess:
+    return EngineProcess(config or engine_config(), "info", COMMAND)
+
+
+def directory_of(engine: EngineProcess) -> str:
+    return engine._ipc.directory
+
+
+async def connect() -> tuple[EngineProcess, AsyncEngineClient]:
+    engine = start()
+    ready = await asyncio.to_thread(wait_ready, engine, 30.0)
+    assert ready.report == ["fake runner: no device"]
+    return engine, AsyncEngineClient(engine, ready, engine_config().model, ByteTokenizer(), TEMPLATE, None)
+
+
+def request(name: str, prompt: list[int], max_tokens: int, n: int = 1) -> GenerationRequest:
+    return GenerationRequest(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, n=n))
+
+
+async def listen(client: AsyncEngineClient, wanted: GenerationRequest) -> tuple[list[int], list[list[str]]]:
+    """(token ids of sequence 0, finish reasons of each sequence)."""
+    ids: list[int] = []
+    reasons: list[list[str]] = [[] for _ in range(wanted.sampling.n)]
+    async for event in client.generate(wanted):
+        assert not reasons[event.index], "an event after the terminal one"
+        ids += event.token_ids if event.index == 0 else []
+        reasons[event.index] += [event.finish_reason] if event.finish_reason else []
+    return ids, reasons
+
+
+async def test_requests_through_a_process_and_orderly_end() -> None:
+    engine, client = await connect()
+    heard = await asyncio.gather(*(listen(client, request("r", [number + 1] * 9, 12)) for number in range(6)))
+    assert [ids for ids, _ in heard] == [continuation([number + 1] * 9, 12) for number in range(6)]
+    assert await client.command("check") == (True, None)
+    directory = directory_of(engine)
+    await client.close()
+    assert engine.exit_code == 0 and not os.path.exists(directory)
+
+
+async def test_kill_9_in_the_middle_ends_every_sequence_once() -> None:
+    engine, client = await connect()
+    wanted = [request(f"r{number}", [number + 1] * 5, 100, n=1 + number % 2) for number in range(8)]
+    tasks = [asyncio.create_task(listen(client, one)) for one in wanted]
+    while client.stats is None or client.stats.num_generated_tokens < 20:
+        await asyncio.sleep(0.01)
+    os.kill(engine.pid, signal.SIGKILL)
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+    for one, result in zip(wanted, results, strict=True):
+        if isinstance(result, BaseException):
+            assert isinstance(result, EngineDead) and "SIGKILL" in str(result)
+        else:
+            assert result[1] == [["error"]] * one.sampling.n
+    assert any(not isinstance(result, BaseException) for result in results), "some had begun"
+    assert not client.is_alive
+    assert await client.command("ping") == (False, "the engine process was ended by SIGKILL")
+    directory = directory_of(engine)
+    await client.close()
+    assert not os.path.exists(directory)
+
+
+async def test_ctrl_c_and_sigterm_do_not_end_an_engine_whose_server_drains() -> None:
+    engine, client = await connect()
+    running = asyncio.create_task(listen(client, request("r", [3], 60)))
+    while client.stats is None or client.stats.num_generated_tokens < 5:
+        await asyncio.sleep(0.01)
+    os.kill(engine.pid, signal.SIGINT)
+    os.kill(engine.pid, signal.SIGTERM)
+    assert await running == (continuation([3], 60), [["length"]])
+    await client.close()
+    assert engine.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "text"),
+    [
+        ("config error", ConfigError, "--attention-backend is 'config error'; choose another"),
+        ("checkpoint error", CheckpointError, "model.gguf: truncated at byte 7"),
+        ("bug", EngineDead, "the engine could not start: ZeroDivisionError: a bug"),
+        ("vanish", EngineDead, "the engine exited with code 9 before it was ready; its log says why"),
+    ],
+)
+def test_start_errors_keep_their_words(fault: str, kind: type[Exception], text: str) -> None:
+    engine = start(msgspec.structs.replace(engine_config(), attention_backend=fault))
+    with pytest.raises(kind) as raised:
+        wait_ready(engine, 30.0)
+    assert str(raised.value) == text
+    assert engine.exit_code is not None and not os.path.exists(directory_of(engine))
+
+
+def test_a_start_that_takes_too_long_is_ended() -> None:
+    engine = start(msgspec.structs.replace(engine_config(), attention_backend="sleep"))
+    with pytest.raises(EngineDead, match="not ready after 1 s"):
+        wait_ready(engine, 1.0)
+    assert engine.exit_code == -signal.SIGKILL
+
+
+def test_the_engine_dies_with_its_server() -> None:
+    script = (
+        "import sys, time; sys.path.insert(0, sys.argv[1])\n"
+        "from test_engine_process import start, wait_ready\n"
+        "engine = start(); wait_ready(engine, 30.0); print(engine.pid, flush=True); time.sleep(60)\n"
+    )
+    server = subprocess.Popen([sys.executable, "-c", script, str(HERE)], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    pid = int(server.stdout.readline())
+    os.kill(pid, 0)
+    server.kill()
+    server.wait()
+    server.stdout.close()
+    for _ in range(1000):
+        if not _is_running(pid):
+            return
+        time.sleep(0.01)
+    raise AssertionError("the engine outlived its server by ten seconds")
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_client_side_never_imports_torch() -> None:
+    script = (
+        "import sys, tokenspeed.engine.client, tokenspeed.engine.launch, tokenspeed.engine.interface\n"
+        "assert 'torch' not in sys.modules and 'tokenspeed.runner.build' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
