@@ -151,7 +151,7 @@ def _dtype(args: EngineArgs, model: ModelConfig, device: DeviceInfo, choices: li
 def _page_size(args: EngineArgs, choices: list[Choice]) -> int:
     if args.prefix_granularity is not None:
         return args.prefix_granularity
-    reason = "short pages share more of a prefix, and a CPU reads a page of 16 tokens as fast as a longer one"
+    reason = "short pages share more of a prefix and leave less room unused at the end of a sequence"
     choices.append(Choice("--prefix-granularity", str(CPU_PAGE_TOKENS), reason))
     return CPU_PAGE_TOKENS
 
@@ -237,7 +237,7 @@ def _token_budget(args: EngineArgs, max_model_len: int, choices: list[Choice]) -
         return max_model_len
     if size is not None:
         return size
-    reason = "fills the matrix units of a CPU; larger steps only make streams wait longer behind a prompt"
+    reason = "enough rows for the matrix units of a CPU; in a larger step, running streams wait longer"
     choices.append(Choice("--chunked-prefill-size", str(CPU_CHUNK_TOKENS), reason))
     return CPU_CHUNK_TOKENS
 
