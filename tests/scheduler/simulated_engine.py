@@ -30,6 +30,7 @@ class SimulatedEngine:
         prefix_caching: bool = True,
         policy: Policy = "fifo",
         overlap: bool = True,
+        depth: int | None = None,
         drafter: Drafter | None = None,
         check: bool = True,
     ) -> None:
@@ -46,7 +47,8 @@ class SimulatedEngine:
         )
         self.device = SimulatedDevice(max_num_seqs, num_pages, page_size, budget, VOCAB)
         self.max_len = min(max_model_len, num_pages * page_size)
-        self.depth = 2 if overlap else 1
+        # The engine uses 1 and 2; nothing in the scheduler depends on it, so tests also go deeper.
+        self.depth = depth or (2 if overlap else 1)
         self.check = check
         self.queue: deque[StepPlan] = deque()
         self.requests: dict[str, AddRequest] = {}

@@ -61,7 +61,7 @@ def random_request(rng: random.Random, request_id: str, max_len: int) -> AddRequ
     )
 
 
-def random_engine(rng: random.Random, overlap: bool, drafts: bool, check: bool) -> SimulatedEngine:
+def random_engine(rng: random.Random, depth: int, drafts: bool) -> SimulatedEngine:
     page_size = rng.choice([1, 2, 4])
     num_pages = rng.randint(2, 24) * (4 // page_size)
     return SimulatedEngine(
@@ -72,19 +72,18 @@ def random_engine(rng: random.Random, overlap: bool, drafts: bool, check: bool) 
         max_model_len=rng.randint(6, 48),
         prefix_caching=rng.random() < 0.7,
         policy=rng.choice(["fifo", "priority"]),
-        overlap=overlap,
+        depth=depth,
         drafter=GuessingDrafter(rng.randint(0, 99)) if drafts else None,
-        check=check,
     )
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("block", range(4))
-def test_random_lives(block: int, overlap: bool, drafts: bool) -> None:
+@pytest.mark.parametrize("block", range(3))
+def test_random_lives(block: int, depth: int, drafts: bool) -> None:
     for case in range(25):
         rng = random.Random(f"{block} {case}")
-        engine = random_engine(rng, overlap, drafts, check=True)
+        engine = random_engine(rng, depth, drafts)
         for number in range(rng.randint(1, 14)):
             engine.add(random_request(rng, f"r{number}", engine.max_len))
             for _ in range(rng.choice([0, 0, 1, 3, 10])):
@@ -94,13 +93,53 @@ def test_random_lives(block: int, overlap: bool, drafts: bool) -> None:
         engine.run(max_turns=20_000)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_crowded_lives(depth: int, drafts: bool) -> None:
+    """Long outputs in a pool for two or three of them: preemption is what mostly happens."""
+    num_preemptions = 0
+    for case in range(25):
+        rng = random.Random(f"crowd {case}")
+        num_pages, page_size = rng.randint(5, 9), rng.choice([2, 3])
+        engine = SimulatedEngine(
+            num_pages=num_pages,
+            page_size=page_size,
+            max_num_seqs=rng.randint(3, 8),
+            budget=rng.choice([2, 4, 16]),
+            max_model_len=num_pages * page_size,
+            prefix_caching=rng.random() < 0.5,
+            policy=rng.choice(["fifo", "priority"]),
+            depth=depth,
+            drafter=GuessingDrafter(case) if drafts else None,
+        )
+        for number in range(12):
+            sampling = SamplingParams(
+                n=rng.choice([1, 1, 3]),
+                max_tokens=rng.randint(2, 2 * num_pages),
+                temperature=rng.choice([0.0, 1.0]),
+                ignore_eos=rng.random() < 0.8,
+                prompt_logprobs=rng.choice([None, 0]),
+            )
+            prompt = [rng.randint(1, 3) for _ in range(rng.randint(1, num_pages))]
+            priority = rng.randint(0, 2)
+            engine.add(
+                AddRequest(request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling, priority=priority)
+            )
+            for _ in range(rng.randint(0, 3)):
+                engine.turn()
+            if rng.random() < 0.1:
+                engine.abort(f"r{rng.randint(0, number)}", rng.choice([None, 0, 1]))
+        engine.run(max_turns=20_000)
+        num_preemptions += engine.scheduler.stats().num_preemptions
+    assert num_preemptions > 100, "the memory was not tight enough to test anything"
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Hypothesis looks for the shortest life that breaks something."""
 
-    @initialize(seed=st.integers(0, 2**16), overlap=st.booleans(), drafts=st.booleans())
-    def begin(self, seed: int, overlap: bool, drafts: bool) -> None:
-        self.rng = random.Random(seed)
-        self.engine = random_engine(self.rng, overlap, drafts, check=True)
+    @initialize(seed=st.integers(0, 2**16), depth=st.integers(1, 3), drafts=st.booleans())
+    def begin(self, seed: int, depth: int, drafts: bool) -> None:
+        self.engine = random_engine(random.Random(seed), depth, drafts)
         self.count = 0
 
     @rule(seed=st.integers(0, 2**16))
