@@ -5,7 +5,6 @@ tokenspeed` stays light for the server process and the command line.
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
-__version__ = version("tokenspeed")
+__version__ = "0.1.0"  # pyproject.toml reads it here, so that a bare source tree knows its version too
 
 _HOMES = {"LLM": "tokenspeed.engine.llm", "SamplingParams": "tokenspeed.protocol.sampling"}
 
