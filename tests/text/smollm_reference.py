@@ -76,15 +76,16 @@ class Reference:
         return [index for word in words for index in self._word(word)]
 
     def _word(self, word: str) -> list[int]:
-        pieces = [self.letters[byte] for byte in word.encode()]
+        # 21 bytes (0x04, 0xC0, 0xF1 and others that its training text lacked) have no entry: they are dropped, and
+        # their neighbours may merge, as in the model's own tokenizer.json.
+        pieces = [self.letters[byte] for byte in word.encode() if self.letters[byte] in self.ids]
         while len(pieces) > 1:
             pairs = list(itertools.pairwise(pieces))
             best = min(range(len(pairs)), key=lambda i: (self.rank.get(pairs[i], 1 << 30), i))
             if pairs[best] not in self.rank:
                 break
             pieces[best : best + 2] = ["".join(pairs[best])]
-        # 21 bytes (0x04, 0xC0, 0xF1 and others that its training text lacked) have no entry: they are dropped.
-        return [self.ids[piece] for piece in pieces if piece in self.ids]
+        return [self.ids[piece] for piece in pieces]
 
     def decode(self, ids: list[int]) -> bytes:
         bytes_of = {letter: byte for byte, letter in self.letters.items()}
