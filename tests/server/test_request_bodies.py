@@ -1,0 +1,114 @@
+"""Bodies as bytes: what is not JSON, what is nearly JSON, and random JSON. Never a 500."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from conftest import chat, http_client
+from fake_engine_client import FakeClient
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.server.body import MAX_DEPTH, parse_object
+from tokenspeed.server.openai.chat import ChatRequest
+from tokenspeed.server.openai.completions import CompletionRequest
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "empty"),
+        (b"{", "line 1"),
+        (b"[]", "array"),
+        (b"null", "null"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a": -Infinity}', "Infinity"),
+        (b'{"a": 1e999}', "out of range"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "too large"),
+        (b'{"a": 1, "a": 2}', "twice"),
+        (b'{"a": {"b": 1, "b": 1}}', "twice"),
+        (b'{"a": "\xff"}', "UTF-8"),
+        (b"\xef\xbb\xbf{}", "JSON"),
+        (b'{"a": "\\ud800"}', "surrogate"),
+        (b'{"\\udc00": 1}', "surrogate"),
+        (b'{"a": ' + b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1) + b"}", "deeper"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "deeper"),
+        (b'{"a": ' + b"[" * 100_000, "deeper"),
+    ],
+)
+def test_not_one_clean_object(body: bytes, words: str):
+    with pytest.raises(InvalidRequest, match=words):
+        parse_object(body)
+
+
+def test_clean_objects():
+    assert parse_object(b' {"a": "\\ud83d\\ude00", "b": [[1]], "c": 1e3} ') == {"a": "😀", "b": [[1]], "c": 1000.0}
+    wide = json.dumps({"a": [[1]] * 1000}).encode()
+    assert len(parse_object(wide)["a"]) == 1000
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+async def test_bad_bodies_over_http(http: httpx.AsyncClient, path: str):
+    for body in (b"", b"{", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000):
+        response = await http.post(path, content=body, headers=JSON)
+        assert response.status_code == 400 and set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_content_types(http: httpx.AsyncClient):
+    body = json.dumps(chat()).encode()
+    for kind, status in (("application/json; charset=utf-8", 200), ("text/plain", 400), ("multipart/form-data", 400)):
+        response = await http.post("/v1/chat/completions", content=body, headers={"content-type": kind})
+        assert response.status_code == status
+    response = await http.post("/v1/chat/completions", content=body)  # none at all
+    assert response.status_code == 200
+
+
+FIELDS = sorted({*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__} - {"cache_salt"})
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.sampled_from(["tiny", "text", "user"])
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
+MESSAGE = st.fixed_dictionaries(
+    {},
+    optional={"role": st.sampled_from(["user", "assistant", "tool", "x"]) | VALUES, "content": VALUES, "name": VALUES},
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    fields=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=5), VALUES, max_size=4),
+    messages=st.lists(MESSAGE, max_size=2) | VALUES,
+    prompt=VALUES,
+)
+async def test_random_json_never_gives_a_500(fields: dict[str, Any], messages: Any, prompt: Any):
+    engine = FakeClient("ok")
+    async with http_client(engine) as http:
+        for path, body in (
+            ("/v1/chat/completions", {"messages": messages, **fields}),
+            ("/v1/completions", {"prompt": prompt, **fields}),
+            ("/tokenize", {"prompt": prompt, **fields}),
+            ("/detokenize", {"tokens": prompt}),
+        ):
+            content = json.dumps(body).encode()
+            response = await http.post(path, content=content, headers=JSON)
+            assert response.status_code in (200, 400, 404), (body, response.text)
+            if response.status_code != 200:
+                assert response.json()["error"]["message"]
+    assert not engine.running
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=60))
+def test_random_bytes_are_an_object_or_refused(body: bytes):
+    try:
+        assert isinstance(parse_object(body), dict)
+    except InvalidRequest:
+        pass
