@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -64,18 +64,22 @@ class Engine:
     config: ModelConfig
     page_size: int
     free: list[int]
-    sequences: list[Sequence] = field(default_factory=list)
 
     def add(self, tokens: list[int], capacity: int) -> Sequence:
         num_pages = -(-capacity // self.page_size)
-        sequence = Sequence(list(tokens), [self.free.pop() for _ in range(num_pages)])
-        self.sequences.append(sequence)
-        return sequence
+        return Sequence(list(tokens), [self.free.pop() for _ in range(num_pages)])
+
+    def release(self, sequence: Sequence) -> None:
+        self.free += sequence.pages
 
     @torch.inference_mode()
     def step(self, work: list[tuple[Sequence, int]]) -> list[torch.Tensor]:
         """Compute the next `count` tokens of each sequence; logits [count, V] of each."""
-        ids, positions, slots, query_lens, seq_lens = [], [], [], [], []
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        query_lens: list[int] = []
+        seq_lens: list[int] = []
         for sequence, count in work:
             start, end = sequence.num_computed, sequence.num_computed + count
             ids += sequence.tokens[start:end]
