@@ -1,4 +1,4 @@
-"""The HTTP application: routes, middleware and error shapes put together. Nothing is decided here.
+"""The HTTP application: routes, middleware and error shapes put together; and the server that carries it.
 
 What may be added: a router of a new endpoint file, a pure ASGI middleware. Request logic belongs into the file of its
 endpoint.
@@ -6,15 +6,21 @@ endpoint.
 
 from __future__ import annotations
 
+import asyncio
+import socket
+
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 import tokenspeed
+from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.server import ServerConfig
+from tokenspeed.engine.connect import start_engine
 from tokenspeed.engine.interface import EngineClient
 from tokenspeed.server import admin
 from tokenspeed.server.context import ServerContext
 from tokenspeed.server.errors import install_handlers
+from tokenspeed.server.lifecycle import StopSignal, bind, first_of, run_loop, serve
 from tokenspeed.server.metrics import Metrics
 from tokenspeed.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from tokenspeed.server.openai import chat, completions, models, tokenize
@@ -62,3 +68,46 @@ def build_app(client: EngineClient, config: ServerConfig) -> FastAPI:
             expose_headers=["x-request-id", "retry-after"],
         )
     return app
+
+
+def run_server(engine_config: EngineConfig, server_config: ServerConfig, startup_timeout_s: float) -> int:
+    """Start an engine process and serve it until a signal comes or the engine dies. Main thread only.
+
+    Args:
+        startup_timeout_s: seconds that the engine may take to be ready.
+
+    Returns:
+        The process's exit code: 0 after SIGTERM or SIGINT, 1 when the engine died.
+
+    Raises:
+        ConfigError: the address cannot be used, or the engine refuses its configuration.
+        CheckpointError: the engine cannot load the model.
+        EngineDead: the engine failed to start.
+    """
+    with bind(server_config.host, server_config.port) as sock:
+        return run_loop(_run_server(engine_config, server_config, startup_timeout_s, sock))
+
+
+async def _run_server(
+    engine_config: EngineConfig, server_config: ServerConfig, startup_timeout_s: float, sock: socket.socket
+) -> int:
+    stop = StopSignal()
+    stop.install()
+    starting = asyncio.create_task(
+        start_engine(
+            engine_config,
+            log_level=server_config.log_level,
+            start_timeout_s=startup_timeout_s,
+            chat_template=server_config.chat_template,
+        )
+    )
+    await first_of(asyncio.wait((starting,)), stop.wait())
+    if not starting.done():  # told to stop before it was ready
+        starting.cancel()
+        await asyncio.wait((starting,))
+        return 0
+    client = starting.result()
+    try:
+        return await serve(client, build_app(client, server_config), server_config, sock, stop)
+    finally:
+        await client.close()

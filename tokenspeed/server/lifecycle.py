@@ -138,7 +138,7 @@ async def serve(client: EngineClient, app: FastAPI, config: ServerConfig, sock: 
             return EXIT_ENGINE_DEAD
         shown = f"[{config.host}]" if ":" in config.host else config.host
         print(f"tokenspeed ready on http://{shown}:{port}", flush=True)
-        await _first(stop.wait(), _death(client), _ended(serving))
+        await first_of(stop.wait(), _death(client), _ended(serving))
         if client.is_alive and stop.is_set:
             await client.drain(config.drain_timeout_s)
         died = not client.is_alive
@@ -173,7 +173,7 @@ async def _ended(task: asyncio.Task[None]) -> None:
     await asyncio.wait((task,))
 
 
-async def _first(*waits: Awaitable[None]) -> None:
+async def first_of(*waits: Awaitable[object]) -> None:
     """Return when one of them does; cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:

@@ -63,7 +63,6 @@ async def render_messages(
             if add_generation_prompt is None
             else add_generation_prompt,
             continue_final_message=continue_final_message,
-            chat_template=context.config.chat_template,
             template_kwargs=template_kwargs,
         )
 
