@@ -1,10 +1,135 @@
-"""A recorded decode step equals the eager one, for every recorder that exists here."""
+"""A decode step can be recorded: between the ops of a forward there are only views.
+
+A tape of Python calls stands for a recorder; recorders that exist on this machine are tested the same way.
+"""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
 
-from tokenspeed.kernels.registry import discover
+import pytest
+import torch
+from model_harness import FakeWeight, Pages
+
+from tokenspeed.attention.interface import AttentionBatch
+from tokenspeed.attention.paged import PagedAttentionBackend
+from tokenspeed.config.model import ModelConfig
+from tokenspeed.distributed.mesh import SINGLE
+from tokenspeed.kernels.ops import Ops
+from tokenspeed.kernels.registry import Need, discover, select_ops
+from tokenspeed.models.interface import Model
+from tokenspeed.models.registry import build_model, examples
+from tokenspeed.quantization.select import scheme_for
 
 CPU = torch.device("cpu")
-RECORDERS = sorted({found.name for found in discover() if found.op == "recorder"})
+EXAMPLES = {example.architecture: example for example in examples()}
+NUM_ROWS, PAGE_SIZE, CONTEXT = 3, 4, 11
+
+
+class Tape:
+    """Runs each op once while recording, but hands on NaN: whatever is computed outside of ops is lost."""
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], object]] = []
+        self._recording = False
+
+    def replay(self) -> None:
+        for call in self._calls:
+            call()
+
+    @contextmanager
+    def record(self) -> Iterator[Tape]:
+        self._recording = True
+        yield self
+        self._recording = False
+
+    def wrap(self, op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def recorded(*arguments: Any) -> torch.Tensor:
+            result = op(*arguments)
+            if not self._recording:
+                return result
+            kept = torch.full_like(result, torch.nan)
+            self._calls.append(lambda: kept.copy_(op(*arguments)))
+            return kept
+
+        return recorded
+
+
+def with_tape(ops: Ops) -> tuple[Ops, Tape]:
+    tape = Tape()
+    not_ops = ("device", "dtype", "block_linear", "recorder")
+    wrapped = {f.name: tape.wrap(getattr(ops, f.name)) for f in fields(ops) if f.name not in not_ops}
+    return replace(ops, **wrapped, recorder=tape), tape
+
+
+def build(config: ModelConfig, ops: Ops) -> Model:
+    model = build_model(config, SINGLE, scheme_for(config, ops), ops, PagedAttentionBackend(ops))
+    generator = torch.Generator().manual_seed(1)
+    for name, rule in model.load_rules().items():
+        rule(FakeWeight(name, torch.randn(model.expected_shapes()[name], generator=generator) * 0.2))
+    model.finish()
+    return model
+
+
+def pool(config: ModelConfig, dtype: torch.dtype) -> list[Pages]:
+    """Nine pages, three a row, with the same random keys and values each time."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (9, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    return [
+        Pages(*(torch.randn(shape, generator=generator).to(dtype) for _ in range(2))) for _ in range(config.num_layers)
+    ]
+
+
+def decode_batch() -> AttentionBatch:
+    """As the runner's static batch: no host twins, a table wider than needed."""
+    table = torch.zeros(NUM_ROWS, 5, dtype=torch.int32)
+    table[:, :3] = torch.tensor([[4, 0, 7], [2, 8, 1], [6, 3, 5]])
+    lens = torch.tensor([CONTEXT, 5, 9])
+    last = lens - 1
+    pages = table.gather(1, (last // PAGE_SIZE)[:, None]).squeeze(1).long()
+    return AttentionBatch(
+        query_start=torch.arange(NUM_ROWS + 1, dtype=torch.int32),
+        seq_lens=lens.int(),
+        page_table=table,
+        slots=pages * PAGE_SIZE + last % PAGE_SIZE,
+        num_requests=NUM_ROWS,
+        num_tokens=NUM_ROWS,
+    )
+
+
+def check(config: ModelConfig, ops: Ops, tolerance: float) -> None:
+    """Record, then replay with other tokens; equal to the eager step."""
+    model, batch = build(config, ops), decode_batch()
+    ids, positions = torch.tensor([1, 2, 3]), batch.seq_lens.long() - 1
+    with torch.inference_mode():
+        model.bind_kv(pool(config, ops.dtype))
+        eager = model.head(model.forward(torch.tensor([5, 77, 0]), positions, batch))
+        eager = eager.clone()
+        model.bind_kv(pool(config, ops.dtype))
+        assert ops.recorder is not None
+        with ops.recorder.record() as graph:
+            head = model.head(model.forward(ids, positions, batch))
+        ids.copy_(torch.tensor([5, 77, 0]))
+        for _ in range(2):  # a replay leaves nothing behind that changes the next
+            graph.replay()
+            assert float((head - eager).float().norm() / eager.float().norm()) < tolerance
+
+
+@pytest.mark.parametrize("architecture", EXAMPLES)
+def test_only_ops_between_ops(architecture: str) -> None:
+    ops, _ = select_ops(Need(CPU, torch.float32), only="torch_cpu")
+    recordable, _ = with_tape(ops)
+    check(EXAMPLES[architecture], recordable, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", EXAMPLES)
+@pytest.mark.parametrize("recorder", sorted({found.name for found in discover() if found.op == "recorder"}))
+def test_recorders_of_this_machine(recorder: str, architecture: str, dtype: torch.dtype) -> None:
+    ops, report = select_ops(Need(CPU, dtype), only=recorder)
+    if ops.recorder is None:
+        pytest.skip(report[-1])
+    check(EXAMPLES[architecture], ops, 1e-5 if dtype == torch.float32 else 1e-2)
