@@ -1,0 +1,216 @@
+"""Paged decode attention: one query token a request, split over the context, one kernel.
+
+Formula   o[h] = softmax(scale * q[h] . K[j]) V over the context j (all, or the last `window`); optional sink logit of a
+          head, joined to the denominator; optional cap: logit = cap * tanh(logit / cap)
+Bytes     2 * context * num_kv_heads * head_dim * 2 a request and layer; each key and value is read once for all
+          query heads of its group. Operations 4 * context * num_heads * head_dim.
+Bound     the KV bytes at 4.26 TB/s on an H200.
+
+Work is split by (request, kv head, split). Every program leaves an unnormalised partial with its maximum and sum; the
+last of a (request, kv head) to arrive merges them in order of the splits. Lengths are read on the device, so one
+recorded graph serves every context.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    page_table_ptr,
+    seq_lens_ptr,
+    sinks_ptr,
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    counter_ptr,
+    scale,
+    page_table_stride,
+    q_stride,
+    logit_cap: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    request = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    seq_len = tl.load(seq_lens_ptr + request)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(seq_len - WINDOW, 0) // BLOCK_T * BLOCK_T
+    num_blocks = tl.cdiv(seq_len - begin, BLOCK_T)
+    per_split = tl.cdiv(num_blocks, NUM_SPLITS)
+    first = begin + split * per_split * BLOCK_T
+    last = tl.minimum(first + per_split * BLOCK_T, seq_len)
+
+    heads = kv_head * GROUP + tl.arange(0, BLOCK_H)
+    in_group = tl.arange(0, BLOCK_H) < GROUP
+    dims = tl.arange(0, BLOCK_D)
+    in_head = dims < HEAD_DIM
+    q = tl.load(
+        q_ptr + request.to(tl.int64) * q_stride + heads[:, None] * HEAD_DIM + dims[None, :],
+        mask=in_group[:, None] & in_head[None, :],
+        other=0.0,
+    )
+    best = tl.full((BLOCK_H,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_H, BLOCK_D), dtype=tl.float32)
+    token_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    for start in range(first, last, BLOCK_T):
+        tokens = start + tl.arange(0, BLOCK_T)
+        live = tokens < last
+        pages = tl.load(page_table_ptr + request * page_table_stride + tokens // PAGE_SIZE, mask=live, other=0)
+        slots = pages.to(tl.int64) * PAGE_SIZE + tokens % PAGE_SIZE
+        where = slots[:, None] * token_stride + kv_head * HEAD_DIM + dims[None, :]
+        mask = live[:, None] & in_head[None, :]
+        k = tl.load(k_ptr + where, mask=mask, other=0.0).to(q.dtype)
+        logits = tl.dot(q, tl.trans(k)) * scale
+        if logit_cap > 0:
+            ratio = logits / logit_cap
+            logits = logit_cap * (2.0 / (1.0 + tl.exp(-2.0 * ratio)) - 1.0)
+        seen = live
+        if WINDOW > 0:
+            seen = live & (tokens >= seq_len - WINDOW)
+        logits = tl.where(seen[None, :], logits, float("-inf"))
+        new_best = tl.maximum(best, tl.max(logits, axis=1))
+        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weights = tl.exp(logits - safe[:, None])
+        carry = tl.exp(best - safe)
+        total = total * carry + tl.sum(weights, axis=1)
+        v = tl.load(v_ptr + where, mask=mask, other=0.0).to(q.dtype)
+        acc = acc * carry[:, None] + tl.dot(weights.to(q.dtype), v)
+        best = new_best
+
+    row = request.to(tl.int64) * NUM_KV_HEADS + kv_head
+    out_where = out_ptr + (row * GROUP + tl.arange(0, BLOCK_H))[:, None] * HEAD_DIM + dims[None, :]
+    out_mask = in_group[:, None] & in_head[None, :]
+    if NUM_SPLITS == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + heads, mask=in_group, other=0.0).to(tl.float32)
+            total += tl.exp(sink - best)
+        tl.store(out_where, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
+        return
+
+    inner = tl.arange(0, BLOCK_H)[:, None] * BLOCK_D + dims[None, :]
+    own = row * NUM_SPLITS + split
+    tl.store(partial_ptr + own * BLOCK_H * BLOCK_D + inner, acc)
+    tl.store(stats_ptr + own * 2 * BLOCK_H + tl.arange(0, BLOCK_H), best)
+    tl.store(stats_ptr + own * 2 * BLOCK_H + BLOCK_H + tl.arange(0, BLOCK_H), total)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel")
+    if arrived == NUM_SPLITS - 1:
+        tl.store(counter_ptr + row, 0)
+        best = tl.full((BLOCK_H,), float("-inf"), dtype=tl.float32)
+        if HAS_SINKS:
+            best = tl.load(sinks_ptr + heads, mask=in_group, other=0.0).to(tl.float32)
+        total = tl.where(best == float("-inf"), 0.0, 1.0)
+        acc = tl.zeros((BLOCK_H, BLOCK_D), dtype=tl.float32)
+        for other in range(NUM_SPLITS):
+            base = row * NUM_SPLITS + other
+            other_best = tl.load(stats_ptr + base * 2 * BLOCK_H + tl.arange(0, BLOCK_H), cache_modifier=".cg")
+            other_total = tl.load(
+                stats_ptr + base * 2 * BLOCK_H + BLOCK_H + tl.arange(0, BLOCK_H), cache_modifier=".cg"
+            )
+            part = tl.load(partial_ptr + base * BLOCK_H * BLOCK_D + inner, cache_modifier=".cg")
+            new_best = tl.maximum(best, other_best)
+            safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+            carry = tl.exp(best - safe)
+            scale_other = tl.exp(other_best - safe)
+            total = total * carry + other_total * scale_other
+            acc = acc * carry[:, None] + part * scale_other[:, None]
+            best = new_best
+        tl.store(out_where, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    workspace: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    num_splits: int,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    logit_cap: float | None = None,
+    block_t: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """q [R, Hq, D] (last two dims contiguous), keys and values [pages, page_size, Hk, D], page_table [R, P] int32,
+    seq_lens [R] int32 -> [R, Hq * D].
+
+    Args:
+        workspace: (partials float32, stats float32, counters int32 zeros); see `decode_workspace`.
+        num_splits: programs that share one request's context; 1 needs no workspace.
+    """
+    num_requests, num_heads, head_dim = q.shape
+    _, page_size, num_kv_heads, _ = keys.shape
+    group = num_heads // num_kv_heads
+    out = q.new_empty(num_requests, num_heads * head_dim)
+    partials, stats, counters = workspace
+    _decode_kernel[(num_requests, num_kv_heads, num_splits)](
+        q,
+        keys,
+        values,
+        page_table,
+        seq_lens,
+        sinks,
+        out,
+        partials,
+        stats,
+        counters,
+        scale,
+        page_table.stride(0),
+        q.stride(0),
+        logit_cap=logit_cap or 0.0,
+        WINDOW=window or 0,
+        HAS_SINKS=sinks is not None,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        PAGE_SIZE=page_size,
+        BLOCK_H=max(16, triton.next_power_of_2(group)),
+        BLOCK_T=block_t,
+        NUM_SPLITS=num_splits,
+        PDL=pdl,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def decode_workspace(
+    num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, num_splits: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scratch for `decode_attention`; counters must be zero at the first call and are zero after each."""
+    block_h = max(16, triton.next_power_of_2(num_heads // num_kv_heads))
+    rows = num_requests * num_kv_heads * num_splits
+    return (
+        torch.empty(rows * block_h * triton.next_power_of_2(head_dim), dtype=torch.float32, device=device),
+        torch.empty(rows * 2 * block_h, dtype=torch.float32, device=device),
+        torch.zeros(num_requests * num_kv_heads, dtype=torch.int32, device=device),
+    )

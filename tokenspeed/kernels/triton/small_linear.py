@@ -1,0 +1,306 @@
+"""Fused linear for the few rows of a decode step: y = epilogue(norm(x)[M, K] @ W[N, K].T + bias), 1 <= M <= 64.
+
+Formula   acc = sum_k x[m, k] * g[k] * W[n, k];  with a norm g (RMSNorm): acc * rsqrt(mean(x^2) + eps)
+          epilogue: silu(first half of rows) * second half (SwiGLU, Shazeer 2020), or + residual
+Bytes     N * K * 2 (weights, once) + small. Operations 2 M N K.
+Bound     on an H200 the weight bytes at 4.26 TB/s up to about M = 150 (808 TFLOP/s bf16).
+Measured  one H200, bf16, a graph over distinct weights, Qwen3-8B shapes, M = 1: qkv 3.6, o 3.7, gate/up 4.2, down 4.1,
+          head 4.5 TB/s (cuBLAS 3.1, 2.7, 4.1, 3.4, 4.3).
+
+Both kernels use programmatic dependent launch: they start while the kernel before them still runs, load their first
+weights (which depend on nobody) and only then wait for their input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+MAX_ROWS = 64
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    y_ptr,
+    num_out,
+    eps,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row of x. A program owns BLOCK_N outputs (and, gated, the BLOCK_N matching rows of the second half)."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = rows < num_out
+    cols = tl.arange(0, BLOCK_K)
+    w_offsets = rows.to(tl.int64)[:, None] * K + cols[None, :]
+    up_offsets = w_offsets + num_out.to(tl.int64) * K
+    mask = live[:, None] & (cols < K)[None, :]
+    w_tile = tl.load(w_ptr + w_offsets, mask=mask, other=0.0)
+    up_tile = tl.load(w_ptr + up_offsets, mask=mask, other=0.0) if GATED else w_tile
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    up_acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    squares = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        inside = start + cols < K
+        x = tl.load(x_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
+        acc += w_tile.to(tl.float32) * x[None, :]
+        if GATED:
+            up_acc += up_tile.to(tl.float32) * x[None, :]
+        following = start + BLOCK_K
+        if following < K:
+            mask = live[:, None] & (following + cols < K)[None, :]
+            w_tile = tl.load(w_ptr + w_offsets + following, mask=mask, other=0.0)
+            if GATED:
+                up_tile = tl.load(w_ptr + up_offsets + following, mask=mask, other=0.0)
+    y = tl.sum(acc, axis=1)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+        y *= scale
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + rows, mask=live, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.sum(up_acc, axis=1)
+        if HAS_NORM:
+            up *= scale
+        if HAS_BIAS:
+            up += tl.load(bias_ptr + num_out + rows, mask=live, other=0.0).to(tl.float32)
+        y = y * tl.sigmoid(y) * up
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + rows, mask=live, other=0.0).to(tl.float32)
+    tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _store_rows(
+    acc, up, scale, bias_ptr, residual_ptr, y_ptr, rows, tokens, M, num_out,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Epilogue of an accumulator [rows, tokens]."""
+    if HAS_NORM:
+        acc *= scale[None, :]
+        up *= scale[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + rows, mask=rows < num_out, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        if HAS_BIAS:
+            up += tl.load(bias_ptr + num_out + rows, mask=rows < num_out, other=0.0).to(tl.float32)[:, None]
+        acc = acc * tl.sigmoid(acc) * up
+    where = tokens[None, :] * num_out + rows[:, None]
+    live = (rows < num_out)[:, None] & (tokens < M)[None, :]
+    if HAS_RESIDUAL:
+        acc += tl.load(residual_ptr + where, mask=live, other=0.0).to(tl.float32)
+    tl.store(y_ptr + where, acc.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _skinny_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    y_ptr,
+    partial_ptr,
+    counter_ptr,
+    M,
+    num_out,
+    eps,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Tensor cores with the weights as the tall operand: acc[BLOCK_N, BLOCK_M] = W tile @ x tile.T.
+
+    SPLIT_K programs share an output tile; each leaves a float32 partial, and the last to arrive adds them up in a
+    fixed order, so the result does not depend on which one is last. A norm needs all of K and so SPLIT_K == 1.
+    """
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_K)
+    span: tl.constexpr = (K // BLOCK_K + SPLIT_K - 1) // SPLIT_K * BLOCK_K
+    first = split * span
+    w_row = w_ptr + (rows % num_out).to(tl.int64)[:, None] * K
+    up_row = w_row + num_out.to(tl.int64) * K
+    x_col = x_ptr + (tokens % M)[None, :] * K
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for start in tl.range(first, min(first + span, K), BLOCK_K, num_stages=STAGES):
+        w = tl.load(w_row + start + cols[None, :])
+        x = tl.load(x_col + start + cols[:, None])
+        if HAS_NORM:
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=0)
+            gain = tl.load(norm_ptr + start + cols).to(tl.float32)
+            x = (wide * gain[:, None]).to(x.dtype)
+        acc = tl.dot(w, x, acc)
+        if GATED:
+            up = tl.dot(tl.load(up_row + start + cols[None, :]), x, up)
+    scale = tl.rsqrt(squares / K + eps)
+    if SPLIT_K > 1:
+        own = partial_ptr + (tile * SPLIT_K + split) * BLOCK_N * BLOCK_M
+        inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tokens[None, :]
+        tl.store(own + inner, acc)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
+        if arrived == SPLIT_K - 1:
+            tl.store(counter_ptr + tile, 0)
+            base = partial_ptr + tile * SPLIT_K * BLOCK_N * BLOCK_M
+            total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            for other in range(SPLIT_K):
+                total += tl.load(base + other * BLOCK_N * BLOCK_M + inner, cache_modifier=".cg")
+            _store_rows(
+                total, up, scale, bias_ptr, residual_ptr, y_ptr, rows, tokens, M, num_out,
+                HAS_BIAS, HAS_NORM, HAS_RESIDUAL, GATED,
+            )  # fmt: skip
+    else:
+        _store_rows(
+            acc, up, scale, bias_ptr, residual_ptr, y_ptr, rows, tokens, M, num_out,
+            HAS_BIAS, HAS_NORM, HAS_RESIDUAL, GATED,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GemvTile:
+    """Rows and columns of a program's step, and warps."""
+
+    block_n: int = 4
+    block_k: int = 1024
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyTile:
+    """Weight rows and columns of a tile, programs that share an output tile, pipeline stages, warps."""
+
+    block_n: int = 64
+    block_k: int = 128
+    split_k: int = 1
+    stages: int = 4
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Scratch of split-K, shared by every call on one stream: float32 partials, and int32 counters that are zero
+    between calls."""
+
+    partials: torch.Tensor
+    counters: torch.Tensor
+
+
+def fused_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    workspace: Workspace,
+    bias: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    tile: GemvTile | SkinnyTile | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """x [M, K] contiguous, weight [N, K], M <= 64, K a multiple of 128 when M > 1.
+
+    Args:
+        norm: [K] weight of an RMSNorm applied to x first, with `eps`.
+        residual: [M, N], updated in place with the sum and returned.
+        gated: W's rows are [gate | up]; the result is silu(gate) * up.
+        tile: None = chosen by shape.
+    Returns:
+        [M, N], [M, N / 2] when gated; `residual` itself when given.
+    """
+    num_rows, width = x.shape
+    num_out = weight.shape[0] // (2 if gated else 1)
+    out = x.new_empty(num_rows, num_out) if residual is None else residual
+    if tile is None:
+        tile = choose_tile(num_rows, num_out, width, norm is not None or gated)
+    flags = {
+        "K": width,
+        "HAS_BIAS": bias is not None,
+        "HAS_NORM": norm is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "GATED": gated,
+        "PDL": pdl,
+        "num_warps": tile.num_warps,
+        "launch_pdl": pdl,
+    }
+    if isinstance(tile, GemvTile):
+        grid = (triton.cdiv(num_out, tile.block_n),)
+        _gemv_kernel[grid](
+            x, weight, bias, norm, residual, out, num_out, eps, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, **flags
+        )
+        return out
+    _skinny_kernel[(triton.cdiv(num_out, tile.block_n), tile.split_k)](
+        x,
+        weight,
+        bias,
+        norm,
+        residual,
+        out,
+        workspace.partials,
+        workspace.counters,
+        num_rows,
+        num_out,
+        eps,
+        BLOCK_M=max(16, triton.next_power_of_2(num_rows)),
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        SPLIT_K=tile.split_k,
+        STAGES=tile.stages,
+        **flags,
+    )
+    return out
+
+
+def choose_tile(num_rows: int, num_out: int, width: int, needs_whole_k: bool) -> GemvTile | SkinnyTile:
+    """Tiles measured best on one H200 for Qwen3-8B's shapes (docs/log.md), by what made them best: one row wants long
+    contiguous reads; several rows want at least two programs a multiprocessor, by splitting K where N is short."""
+    if num_rows == 1:
+        return GemvTile(2, 2048, 8) if num_out <= 4096 else GemvTile(4, 1024, 4)
+    split_k = 1 if needs_whole_k or num_out > 4096 else 2
+    if width % 128:
+        return SkinnyTile(block_k=64, split_k=split_k)
+    return SkinnyTile(split_k=split_k)
+
+
+def make_workspace(device: torch.device) -> Workspace:
+    """Enough for every tile `choose_tile` picks: 64 rows of output tiles of 64, split in two, for 4096 outputs."""
+    return Workspace(
+        torch.empty(4096 * MAX_ROWS * 2, dtype=torch.float32, device=device),
+        torch.zeros(4096, dtype=torch.int32, device=device),
+    )
