@@ -1,0 +1,106 @@
+"""`tokenspeed serve`: wishes -> files -> model shape -> resolved configuration -> a running server. Wiring only.
+
+All reading of the environment, of files named in flags and of the clock for a seed happens here, so that
+`config.resolve` stays pure.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from tokenspeed.checkpoint.checkpoint import Checkpoint
+from tokenspeed.checkpoint.resolve import resolve_checkpoint
+from tokenspeed.config.args import EngineArgs, parse_args
+from tokenspeed.config.device import read_device_info
+from tokenspeed.config.engine import EngineConfig
+from tokenspeed.config.model import read_model_config
+from tokenspeed.config.resolve import LONGER_CONTEXT_VARIABLE, resolve
+from tokenspeed.config.server import ServerConfig
+from tokenspeed.observability.logs import configure_logging
+from tokenspeed.observability.startup import startup_phase
+from tokenspeed.protocol.errors import ConfigError
+from tokenspeed.server.app import run_server
+
+SEED_LIMIT = 2**30
+
+logger = logging.getLogger("tokenspeed.cli")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serve until told to stop.
+
+    Returns:
+        0 after an orderly end or `--dry-run`, else the server's exit code.
+    Raises:
+        ConfigError, CheckpointError: printed in one line by `main`.
+    """
+    args = parse_args(argv)
+    level = "warning" if args.log_level == "warn" else args.log_level
+    configure_logging(level, "server")
+    args = replace(args, chat_template=_template_text(args.chat_template))
+    with startup_phase("model.config"):
+        checkpoint = _find(args)
+        model = read_model_config(checkpoint, args.hf_overrides or {})
+        engine, server = resolve(
+            args,
+            checkpoint,
+            model,
+            read_device_info(),
+            drawn_seed=secrets.randbelow(SEED_LIMIT),
+            allow_longer_context=os.environ.get(LONGER_CONTEXT_VARIABLE, "") in ("1", "true"),
+        )
+    if args.dry_run:
+        print("\n".join(describe(engine, server)))
+        return 0
+    for choice in engine.choices:
+        logger.info("%s = %s: %s", choice.name, choice.value, choice.reason)
+    return run_server(engine, server, args.engine_startup_timeout)
+
+
+def describe(engine: EngineConfig, server: ServerConfig) -> list[str]:
+    """The resolved configuration for a reader: every field, then every automatic choice with its reason. No keys."""
+    lines = ["engine:"]
+    for name in engine.__struct_fields__:
+        if name not in ("model", "checkpoint", "choices"):
+            lines.append(f"  {name}: {getattr(engine, name)}")
+    for title, part in (("model", engine.model), ("checkpoint", engine.checkpoint), ("server", server)):
+        lines.append(f"{title}:")
+        for name, value in msgspec.structs.asdict(part).items():
+            shown = f"{len(value)} given" if name == "api_keys" and value else value
+            lines.append(f"  {name}: {shown}")
+    lines.append("choices:")
+    lines += [f"  {choice.name} = {choice.value}: {choice.reason}" for choice in engine.choices]
+    return lines
+
+
+def _find(args: EngineArgs) -> Checkpoint:
+    """The model's files, with the tokenizer's place replaced when `--tokenizer` names another."""
+    checkpoint = resolve_checkpoint(
+        args.model, revision=args.revision, download_dir=args.download_dir, load_format=args.load_format
+    )
+    if args.tokenizer is None:
+        return checkpoint
+    if Path(args.tokenizer).exists():
+        return msgspec.structs.replace(checkpoint, tokenizer_path=args.tokenizer)
+    # `dummy` asks for no weights, so that only small files are fetched from the hub.
+    other = resolve_checkpoint(args.tokenizer, revision=None, download_dir=args.download_dir, load_format="dummy")
+    return msgspec.structs.replace(checkpoint, tokenizer_path=other.tokenizer_path)
+
+
+def _template_text(value: str | None) -> str | None:
+    """`--chat-template` is a file, or the template itself when it holds Jinja braces."""
+    if value is None or "{{" in value or "{%" in value:
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--chat-template {value!r} is neither a readable file ({error}) nor a Jinja template"
+        ) from error
