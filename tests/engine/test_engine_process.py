@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tokenspeed.engine.client import AsyncEngineClient
 from tokenspeed.engine.interface import GenerationRequest
 from tokenspeed.engine.launch import EngineProcess, wait_ready
 from tokenspeed.protocol.errors import CheckpointError, ConfigError, EngineDead
+from tokenspeed.protocol.messages import Command, Reply
 from tokenspeed.protocol.sampling import SamplingParams
 
 HERE = Path(__file__).parent
@@ -140,6 +142,20 @@ def test_the_engine_dies_with_its_server() -> None:
             return
         time.sleep(0.01)
     raise AssertionError("the engine outlived its server by ten seconds")
+
+
+def test_the_engine_outlives_the_thread_that_started_it() -> None:
+    """Linux sends the parent-death signal when the starting thread ends, as a pool's thread may do at any time."""
+    engines: list[EngineProcess] = []
+    thread = threading.Thread(target=lambda: (engines.append(start()), wait_ready(engines[0], 30.0)))
+    thread.start()
+    thread.join()
+    engine = engines[0]
+    engine.channel.send(Command(1, "ping"))
+    while Reply(call_id=1, ok=True) not in engine.channel.receive(10.0):
+        assert engine.exit_code is None
+    engine.stop()
+    assert engine.exit_code == 0
 
 
 def _is_running(pid: int) -> bool:

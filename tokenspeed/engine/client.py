@@ -232,7 +232,7 @@ class AsyncEngineClient:
             match message:
                 case Outputs(sequences=outputs):
                     for output in outputs:
-                        self._take_output(output)
+                        self._take_output_alone(output)
                 case EngineStats():
                     self._stats = message
                 case Reply():
@@ -246,6 +246,16 @@ class AsyncEngineClient:
                 case Ready():
                     logger.error("dropped a second Ready of the engine")
 
+    def _take_output_alone(self, output: SequenceOutput) -> None:
+        """What goes wrong with the output of one request (a token without text, say) ends that request and no other."""
+        try:
+            self._take_output(output)
+        except Exception as error:
+            logger.exception("request %s: its output could not be read", output.request_id)
+            live = self._live[output.request_id]
+            self._send_abort(live.wire_id, None)
+            self._end(live, "error", f"the output could not be turned into text: {type(error).__name__}: {error}")
+
     def _take_output(self, output: SequenceOutput) -> None:
         live = self._live.get(output.request_id)
         if live is None:
@@ -256,11 +266,7 @@ class AsyncEngineClient:
         if not live.has_begun:
             live.has_begun = True
             self._gate.began(len(live.streams))
-        try:
-            event = stream.feed(output)
-        except Exception as error:
-            logger.exception("request %s: its output could not be read", live.request.request_id)
-            event = stream.end("error", f"the output could not be turned into text: {error}")
+        event = stream.feed(output)
         live.events.put(event)
         if event.finish_reason is not None and output.finish_reason is None:
             self._send_abort(live.wire_id, output.index)

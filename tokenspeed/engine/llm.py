@@ -30,7 +30,7 @@ from tokenspeed.engine.client import AsyncEngineClient
 from tokenspeed.engine.connect import start_local_engine
 from tokenspeed.engine.interface import GenerationRequest
 from tokenspeed.engine.outputs import CompletionOutput, RequestOutput
-from tokenspeed.protocol.errors import ConfigError
+from tokenspeed.protocol.errors import ConfigError, EngineDead
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.runner.build import build_runner
 
@@ -187,7 +187,11 @@ class LLM:
         ]
         for request in requests:
             check_request(request, self._client.model_config.vocab_size, self._client.max_model_len)
-        return self._wait(self._gather(texts, requests))
+        results = self._wait(self._gather(texts, requests))
+        if not self._client.is_alive:
+            errors = [output.error for result in results for output in result.outputs if output.error is not None]
+            raise EngineDead(errors[0] if errors else "the engine died")
+        return results
 
     async def _gather(self, texts: list[str | None], requests: list[GenerationRequest]) -> list[RequestOutput]:
         room = asyncio.Semaphore(MAX_SUBMITTED)
