@@ -1,0 +1,92 @@
+"""Token counts of the sequences that asked for penalties, and the penalties themselves. All on the device.
+
+A sequence gets a row of counts when it is admitted with a penalty; the pool of rows grows with the number of such
+sequences and costs V * 5 bytes for each. Nobody else pays.
+
+    repetition  (CTRL, arXiv 1909.05858, section 4.1)   x / r if x > 0 else x * r,  for tokens in prompt or output
+    frequency, presence (OpenAI)                        x - f * count - p * (count > 0),  count over the output
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tokenspeed.protocol.sampling import SamplingParams
+
+
+def has_penalties(sampling: SamplingParams) -> bool:
+    """True when the request needs counts."""
+    return sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or sampling.repetition_penalty != 1.0
+
+
+class PenaltyCounts:
+    """Counts by slot.
+
+    Args:
+        vocab_size: V. device: where counts and logits live.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._output = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._row_of: dict[int, int] = {}
+        self._free: list[int] = []
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the pool, used or free."""
+        return self._output.shape[0]
+
+    def release(self, slot: int) -> None:
+        """The slot holds another sequence now. Unknown slots are ignored."""
+        row = self._row_of.pop(slot, None)
+        if row is not None:
+            self._free.append(row)
+
+    def admit(self, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
+        """Start counting for a slot, from the tokens known now."""
+        self.release(slot)
+        if not self._free:
+            self._grow()
+        row = self._row_of[slot] = self._free.pop()
+        vocab_size = self._output.shape[-1]
+        output = torch.tensor(output_ids, dtype=torch.int64, device=self._device)
+        self._output[row] = torch.bincount(output, minlength=vocab_size)
+        self._in_prompt[row] = False
+        self._in_prompt[row, torch.tensor(prompt_ids, dtype=torch.int64, device=self._device)] = True
+
+    def apply(self, logits: Tensor, rows: list[int], slots: list[int], params: list[SamplingParams]) -> None:
+        """Change `logits` [N, V] in place at `rows`, which belong to `slots` (admitted here)."""
+        index = torch.tensor(rows, device=self._device)
+        pool = self._pool_rows(slots)
+        counts = self._output[pool]
+        in_output = counts > 0
+        values = logits[index]
+        repetition = self._column([p.repetition_penalty for p in params])
+        repeated = torch.where(values > 0, values / repetition, values * repetition)
+        values = torch.where(self._in_prompt[pool] | in_output, repeated, values)
+        values -= self._column([p.frequency_penalty for p in params]) * counts
+        values -= self._column([p.presence_penalty for p in params]) * in_output
+        logits[index] = values
+
+    def count(self, slots: list[int], token_ids: Tensor) -> None:
+        """Add one sampled token a slot; `token_ids` [len(slots)] on the device."""
+        ones = torch.ones(len(slots), dtype=torch.int32, device=self._device)
+        self._output.index_put_((self._pool_rows(slots), token_ids), ones, accumulate=True)
+
+    def _pool_rows(self, slots: list[int]) -> Tensor:
+        return torch.tensor([self._row_of[slot] for slot in slots], device=self._device)
+
+    def _column(self, values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+
+    def _grow(self) -> None:
+        have = self.num_rows
+        more = max(4, have)
+        self._output = torch.cat((self._output, self._output.new_zeros(more, self._output.shape[-1])))
+        self._in_prompt = torch.cat((self._in_prompt, self._in_prompt.new_zeros(more, self._in_prompt.shape[-1])))
+        self._free.extend(range(have + more - 1, have - 1, -1))
