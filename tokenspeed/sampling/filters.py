@@ -1,8 +1,8 @@
 """From logits to a drawn token: temperature, top-k, min-p, top-p, inverse of the distribution function.
 
 Probabilities become integers, `floor(2**44 * exp((logit - max) / temperature))`. Integer sums do not depend on the
-order of addition, so a row's token is the same whatever batch, thread count or device it is computed in. The error is at most
-vocabulary * 2**-44 of the best token's probability, about 1e-8.
+order of addition, so a row's token is the same whatever batch, thread count or device it is computed in. The error is
+at most vocabulary * 2**-44 of the best token's probability, about 1e-8.
 
 Filters keep ties: every token as likely as the last one that fits stays. So what is kept depends on values alone, not
 on the order in which a sort leaves equal ones, and no filter needs more than a threshold.
