@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tokenspeed.checkpoint import hub, resolve
-from tokenspeed.checkpoint.resolve import resolve_checkpoint
+from tokenspeed.checkpoint.resolve import resolve_checkpoint, resolve_tokenizer
 from tokenspeed.protocol.errors import CheckpointError, ConfigError
 
 
@@ -268,3 +268,19 @@ def test_hub_cache_is_used_without_network(tmp_path, no_network):
     (refs / "main").write_text(commit)
     found = resolve_checkpoint("org/name", download_dir=str(tmp_path))
     assert found.weight_files == (str(snapshot / "model.safetensors"),)
+
+
+def test_tokenizer_alone(tmp_path, fake_hub):
+    folder_with(tmp_path, "m.gguf", tokenizer={})
+    assert resolve_tokenizer(str(tmp_path)) == str(tmp_path)
+    assert resolve_tokenizer(str(tmp_path / "m.gguf")) == str(tmp_path / "m.gguf")
+    assert fake_hub.asked == []
+    assert resolve_tokenizer("org/name", revision="v1") == str(tmp_path)
+    [(repo, patterns, revision, _, _)] = fake_hub.asked
+    assert (repo, revision) == ("org/name", "v1")
+    assert not any("safetensors" in pattern for pattern in patterns)
+    assert resolve_tokenizer("org/name:m.gguf") == str(tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match="is not a folder here"):
+        resolve_tokenizer("./missing")
+    with pytest.raises(ConfigError, match="revision 'v1' applies to hub"):
+        resolve_tokenizer(str(tmp_path), revision="v1")

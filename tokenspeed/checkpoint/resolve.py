@@ -49,6 +49,32 @@ def resolve_checkpoint(
     return _from_hub(model, revision, download_dir, load_format)
 
 
+def resolve_tokenizer(tokenizer: str, *, revision: str | None = None, download_dir: str | None = None) -> str:
+    """Find (and download, where needed) a tokenizer of its own: `Checkpoint.tokenizer_path` for a name as above.
+
+    A folder needs tokenizer files, not a model: no config.json, no weights.
+
+    Raises:
+        ConfigError, CheckpointError: as `resolve_checkpoint`.
+    """
+    path = Path(tokenizer).expanduser()
+    if tokenizer == DEFAULT_NAME or path.suffix == ".gguf":
+        return resolve_checkpoint(tokenizer, revision=revision, download_dir=download_dir).tokenizer_path
+    if path.is_dir():
+        _refuse_revision(revision, f"{path}, which is a local path")
+        return str(path)
+    parsed = None if _looks_local(tokenizer) else split_hub_name(tokenizer)
+    if parsed is None:
+        raise CheckpointError(
+            f"tokenizer {tokenizer!r} is not a folder here (looked for {path.absolute()}), a .gguf file or "
+            "a hub repository"
+        )
+    repo, file = parsed
+    if file is not None:
+        return resolve_checkpoint(tokenizer, revision=revision, download_dir=download_dir).tokenizer_path
+    return str(download(repo, CONFIG_FILES, revision, download_dir, top_level=True))
+
+
 def _refuse_revision(revision: str | None, what: str) -> None:
     if revision is not None:
         raise ConfigError(f"revision {revision!r} applies to hub repositories, not to {what}; leave it out")
