@@ -200,6 +200,7 @@ def test_yarn_fields(read):
         ({"vocab_size": ...}, "vocab_size is missing"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected a whole number from 1"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
+        ({"num_hidden_layers": 1 << 20}, "num_hidden_layers is 1048576, expected a whole number from 1 to 4096"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
         ({"vocab_size": 1 << 40}, "vocab_size is 1099511627776, expected a whole number from 1 to"),

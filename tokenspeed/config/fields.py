@@ -34,10 +34,10 @@ class Fields:
     def missing(self, name: str, expected: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {self.prefix}{name} is missing, expected {expected}")
 
-    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+    def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_COUNT) -> int:
         """Raises CheckpointError when absent without a default, not a whole number, or out of range."""
         value = self.get(name)
-        expected = f"a whole number from {minimum} to {MAX_COUNT}"
+        expected = f"a whole number from {minimum} to {maximum}"
         if value is None:
             if default is None:
                 raise self.missing(name, expected)
@@ -45,7 +45,7 @@ class Fields:
         # JSON written by some tools has 4096.0; true is an int for Python and a mistake here.
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MAX_COUNT:
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
             raise self.bad(name, expected)
         return value
 

@@ -33,6 +33,11 @@ SUPPORTED_ARCHITECTURES = {
 }
 """HF class name -> model_type."""
 
+MAX_LAYERS = 4096
+MAX_HEADS = 4096
+MAX_HEAD_DIM = 4096
+"""A model is built before its weights are compared; a damaged count must not keep that busy for hours."""
+
 DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 """What the model card of the embedded default (SmolLM2-135M-Instruct) recommends."""
 
@@ -187,7 +192,7 @@ def _model_config(fields: Fields, generation: Fields, qtype: str | None) -> Mode
     architecture = _architecture(fields)
     _refuse_unsupported(fields)
     hidden = fields.integer("hidden_size")
-    num_heads = fields.integer("num_attention_heads")
+    num_heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
     num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise fields.bad("num_key_value_heads", f"a divisor of num_attention_heads, which is {num_heads}")
@@ -200,7 +205,7 @@ def _model_config(fields: Fields, generation: Fields, qtype: str | None) -> Mode
         architecture=architecture,
         hidden_size=hidden,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=fields.integer("num_hidden_layers", maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(fields, hidden, num_heads, architecture),
@@ -269,7 +274,7 @@ def _head_dim(fields: Fields, hidden: int, num_heads: int, architecture: str) ->
         if hidden % num_heads:
             raise fields.bad("hidden_size", f"a multiple of num_attention_heads, which is {num_heads} (or a head_dim)")
         return hidden // num_heads
-    head_dim = fields.integer("head_dim")
+    head_dim = fields.integer("head_dim", maximum=MAX_HEAD_DIM)
     if head_dim % 2:
         raise fields.bad("head_dim", "an even number: rotary embedding turns pairs")
     return head_dim
