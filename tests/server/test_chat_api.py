@@ -9,6 +9,9 @@ import pytest
 from conftest import chat, events, http_client
 from fake_engine_client import EOS, IM_START, FakeClient
 
+from tokenspeed.server.openai.chat import CHAT_REFUSED, ChatRequest
+from tokenspeed.server.openai.fields import NO_EFFECT, REFUSED
+
 URL = "/v1/chat/completions"
 
 
@@ -273,6 +276,21 @@ async def test_fields_that_change_nothing_are_taken(http: httpx.AsyncClient, eng
     assert plain.status_code == 200
     assert engine.requests[0].sampling == engine.requests[1].sampling
     assert engine.requests[0].prompt_token_ids == engine.requests[1].prompt_token_ids
+
+
+async def test_every_field_without_effect_is_taken_and_has_none(http: httpx.AsyncClient, engine: FakeClient):
+    samples: dict[str, Any] = {name: "x" for name in NO_EFFECT}
+    samples |= {"metadata": {"a": "b"}, "parallel_tool_calls": False}
+    assert (await http.post(URL, json=chat(**samples, request_id="r"))).status_code == 200
+    assert (await http.post(URL, json=chat(request_id="r"))).status_code == 200
+    assert engine.requests[0] == engine.requests[1]
+
+
+async def test_every_refused_field_says_so(http: httpx.AsyncClient):
+    for name in [*REFUSED, *CHAT_REFUSED]:
+        error = (await http.post(URL, json=chat(**{name: ["something"]}))).json()["error"]
+        assert (error["param"], error["code"]) == (name, "unsupported_field") and name in error["message"]
+    assert not {*REFUSED, *CHAT_REFUSED} & {*ChatRequest.__struct_fields__}
 
 
 async def test_a_request_id_is_taken_once_at_a_time(http: httpx.AsyncClient):

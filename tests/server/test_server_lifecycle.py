@@ -181,6 +181,17 @@ async def test_engine_death(engine: FakeClient):
         assert await asyncio.wait_for(server.task, 10) == EXIT_ENGINE_DEAD
 
 
+async def test_a_second_sigint_exits_at_once(monkeypatch: pytest.MonkeyPatch):
+    codes: list[int] = []
+    monkeypatch.setattr("tokenspeed.server.lifecycle.os._exit", codes.append)
+    stop = StopSignal()
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        stop.trigger(number)
+        assert stop.is_set and not codes
+    stop.trigger(signal.SIGINT)
+    assert codes == [130]
+
+
 def test_a_taken_port_is_a_clean_error():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

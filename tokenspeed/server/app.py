@@ -24,6 +24,7 @@ from tokenspeed.server.lifecycle import StopSignal, bind, first_of, run_loop, se
 from tokenspeed.server.metrics import Metrics
 from tokenspeed.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from tokenspeed.server.openai import chat, completions, models, tokenize
+from tokenspeed.server.openai.fields import NO_EFFECT
 from tokenspeed.server.schema import install_openapi
 
 _WIRE_TYPES = (
@@ -47,7 +48,8 @@ def build_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app = FastAPI(
         title="TokenSpeed",
         version=tokenspeed.__version__,
-        description="OpenAI-compatible API of a TokenSpeed server.",
+        description="OpenAI-compatible API. A field is honoured or refused by name; taken without any effect on what "
+        f"is generated: {', '.join(NO_EFFECT)}.",
         redirect_slashes=False,
     )
     context = ServerContext(client, config, Metrics(client, config.served_model_names[0]))

@@ -73,15 +73,16 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        try:
-            async for event in self._rest:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        except Exception as error:  # anything that ends a stream early must still reach its reader
-            await send({"type": "http.response.body", "body": self._error_event(error), "more_body": True})
+        while (event := await self._next()) is not None:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
-    def _error_event(self, error: Exception) -> bytes:
-        return b"data: " + self._encode_error(error) + b"\n\n"
+    async def _next(self) -> bytes | None:
+        """The next event; an error in its place when there is none because of one; None at the end."""
+        try:
+            return await anext(self._rest, None)
+        except Exception as error:  # whatever ends a stream early must still reach its reader; the next call gives None
+            return b"data: " + self._encode_error(error) + b"\n\n"
 
 
 async def wait_disconnected(receive: Receive) -> None:

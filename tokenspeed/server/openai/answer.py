@@ -4,6 +4,7 @@ the released id and the watch for a client that goes away.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -12,12 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokenspeed.engine.interface import GenerationEvent
+from tokenspeed.protocol.errors import TokenSpeedError
 from tokenspeed.server.context import ServerContext
 from tokenspeed.server.errors import ClientGone, encode_error
 from tokenspeed.server.openai.fields import GenerationFields
 from tokenspeed.server.openai.streaming import ChunkShape, StreamRules, chunks
 from tokenspeed.server.openai.usage import Usage, UsageMeter
 from tokenspeed.server.responses import EventStream, json_response, until_disconnect
+
+logger = logging.getLogger("tokenspeed.server")
 
 
 class Reply(ChunkShape, Protocol):
@@ -75,7 +79,13 @@ async def answer(
     first = await until_disconnect(request.receive, anext(stream))
     if first is None:
         raise ClientGone
-    return EventStream(first, stream, encode_error, headers)
+    return EventStream(first, stream, _encode_stream_error, headers)
+
+
+def _encode_stream_error(error: Exception) -> bytes:
+    if not isinstance(error, TokenSpeedError):  # a bug of ours; after the headers nobody else would log it
+        logger.error("a stream failed", exc_info=error)
+    return encode_error(error)
 
 
 async def _collect(events: AsyncGenerator[tuple[int, GenerationEvent], None], reply: Reply) -> Usage:
