@@ -66,20 +66,32 @@ typedef struct {
 static void find(const ts_call *call, long request, long kv_head, long from, long to, block *b) {
     const int32_t *pages = (const int32_t *)call->p[5] + request * call->n[6];
     long page_size = call->n[5], row = call->n[3] * call->n[4];
+    long page = from / page_size, offset = from - page * page_size; /* divided once: a division a token costs as much as its products */
     b->count = to - from;
     for (long i = 0; i < BLOCK; i++) {
-        long position = from + ts_min(i, b->count - 1), page = position / page_size;
-        long offset = ((long)pages[page] * page_size + position - page * page_size) * row + kv_head * call->n[4];
-        b->keys[i] = (const bf16 *)call->p[1] + offset;
-        b->values[i] = (const bf16 *)call->p[2] + offset;
+        long at = ((long)pages[page] * page_size + offset) * row + kv_head * call->n[4];
+        b->keys[i] = (const bf16 *)call->p[1] + at;
+        b->values[i] = (const bf16 *)call->p[2] + at;
+        if (i + 1 < b->count && ++offset == page_size) {
+            offset = 0;
+            page++;
+        }
     }
 }
 
-TS_INLINE void block_scores(const int heads, const long dim, const block *b, const float *q, float scores[MAX_HEADS][BLOCK]) {
+/* Rows of one head are short and far apart, which no hardware prefetcher follows. */
+TS_INLINE void fetch_row(const bf16 *row, long dim) {
+    for (long d = 0; d < dim; d += 32) __builtin_prefetch(row + d, 0, 3);
+}
+
+/* On the way: this block's values and the next block's keys are asked for. */
+TS_INLINE void block_scores(const int heads, const long dim, const block *b, const block *next, const float *q, float scores[MAX_HEADS][BLOCK]) {
     for (long first = 0; first < b->count; first += 16) {
         v16f sums[MAX_HEADS][16];
         for (long t = 0; t < 16; t++) {
             v16f sum[MAX_HEADS];
+            fetch_row(b->values[first + t], dim);
+            fetch_row(next->keys[first + t], dim);
 #pragma GCC unroll 4
             for (int h = 0; h < heads; h++) sum[h] = v_set(0);
             for (long d = 0; d < dim; d += 16) {
@@ -96,10 +108,10 @@ TS_INLINE void block_scores(const int heads, const long dim, const block *b, con
 
 /* scores -> weights in place (zero past the end); returns the factor for what was summed before, and updates maximum and sum. */
 static float block_softmax(float *scores, long count, float *maximum, float *total) {
-    float largest = *maximum;
-    for (long i = 0; i < count; i++) largest = scores[i] > largest ? scores[i] : largest;
-    v16f sum = v_set(0);
+    v16f sum = v_set(0), maxima = v_set(*maximum);
     for (long i = count; i < ts_ceil_div(count, 16) * 16; i++) scores[i] = -1e30f;
+    for (long i = 0; i < count; i += 16) maxima = v_max(v_load(scores + i), maxima);
+    float largest = v_largest(maxima);
     for (long i = 0; i < count; i += 16) {
         v16f s = v_load(scores + i);
         v16f p = v_select(s <= v_set(-1e29f), v_set(0), v_exp(s - v_set(largest))); /* NaN stays NaN */
@@ -150,13 +162,19 @@ TS_INLINE void attend(const int heads, const long dim, const ts_call *call, cons
         out->total[h] = 0;
     }
     memset(out->acc, 0, (size_t)(heads * dim) * sizeof(float));
-    for (long at = from; at < to; at += BLOCK) {
-        block b;
+    block blocks[2];
+    if (from < to) find(call, query->request, kv_head, from, ts_min(from + BLOCK, to), &blocks[0]);
+    for (long t = 0; from < to && t < BLOCK; t++) fetch_row(blocks[0].keys[t], dim);
+    for (long at = from, turn = 0; at < to; at += BLOCK, turn ^= 1) {
+        block *b = &blocks[turn], *next = &blocks[turn ^ 1];
         float scores[MAX_HEADS][BLOCK], factors[MAX_HEADS];
-        find(call, query->request, kv_head, at, ts_min(at + BLOCK, to), &b);
-        block_scores(heads, dim, &b, q, scores);
-        for (int h = 0; h < heads; h++) factors[h] = block_softmax(scores[h], b.count, &out->maximum[h], &out->total[h]);
-        block_values(heads, dim, &b, scores, factors, out->acc);
+        if (at + BLOCK < to)
+            find(call, query->request, kv_head, at + BLOCK, ts_min(at + 2 * BLOCK, to), next);
+        else
+            next = b;
+        block_scores(heads, dim, b, next, q, scores);
+        for (int h = 0; h < heads; h++) factors[h] = block_softmax(scores[h], b->count, &out->maximum[h], &out->total[h]);
+        block_values(heads, dim, b, scores, factors, out->acc);
     }
 }
 

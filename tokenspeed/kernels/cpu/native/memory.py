@@ -10,12 +10,14 @@ import weakref
 import torch
 
 ALIGNMENT = 64
+HUGE_PAGE_BYTES = 2 << 20
 WEIGHT_CHUNK_BYTES = 32 << 20
 TAPE_CHUNK_BYTES = 2 << 20
 
 
 def _map(size_bytes: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size_bytes)
+    """New zeroed memory. Private: the kernel gives shared mappings, Python's default, no huge pages."""
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -41,8 +43,9 @@ class WeightArena:
     def zeros(self, size_bytes: int) -> torch.Tensor:
         """A new zeroed uint8 tensor of `size_bytes`, aligned to 64 bytes."""
         if self._chunk is None or self._used + size_bytes > len(self._chunk):
-            self._chunk = _map(_round_up(max(size_bytes, WEIGHT_CHUNK_BYTES), mmap.PAGESIZE))
-            self._used = 0
+            self._chunk = _map(_round_up(max(size_bytes, WEIGHT_CHUNK_BYTES), HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES)
+            start = ctypes.addressof(ctypes.c_char.from_buffer(self._chunk))
+            self._used = -start % HUGE_PAGE_BYTES
         block = torch.frombuffer(self._chunk, dtype=torch.uint8, count=size_bytes, offset=self._used)
         self._used += _round_up(size_bytes, ALIGNMENT)
         return block
