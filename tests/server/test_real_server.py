@@ -163,6 +163,7 @@ def test_a_disconnect_frees_the_pages(server: Server):
     until(lambda: server.http.post("/flush_cache").status_code == 200)
     until(lambda: server.stats()["num_running"] == 0)
     assert server.stats()["num_pages_used"] == 0
+    assert server.http.post("/debug/check").status_code == 200
 
 
 def test_probes_and_metrics(server: Server):

@@ -216,6 +216,13 @@ async def test_flush_cache(http: httpx.AsyncClient, engine: FakeClient):
     assert engine.commands == ["flush_cache"] * 3
 
 
+async def test_check(http: httpx.AsyncClient, engine: FakeClient):
+    assert (await http.post("/debug/check")).json()["success"] is True
+    engine.command_result = (False, "page 3 is held twice")
+    response = await http.post("/debug/check")
+    assert (response.status_code, response.json()["message"]) == (500, "page 3 is held twice")
+
+
 async def test_version_info_and_schema(http: httpx.AsyncClient):
     assert (await http.get("/version")).json() == {"version": tokenspeed.__version__}
     assert (await http.get("/get_model_info")).json()["architecture"] == "LlamaForCausalLM"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -90,11 +90,12 @@ def _add_operations(routes: APIRouter, context: ServerContext) -> None:
     @routes.post("/flush_cache", **documented("Operations", None, CommandResult))
     async def flush_cache() -> Response:
         """Empty the prefix cache. 400 while requests run."""
-        if not client.is_alive:
-            raise EngineDead(DEAD_MESSAGE)
-        ok, error = await client.command("flush_cache")
-        result = CommandResult(success=ok, message="the prefix cache is empty" if ok else error or "refused")
-        return json_response(result, 200 if ok else 400)
+        return await _command(context, "flush_cache", "the prefix cache is empty", 400)
+
+    @routes.post("/debug/check", **documented("Operations", None, CommandResult))
+    async def check() -> Response:
+        """Prove the invariants of scheduler and cache between two steps. 500 names the one that is broken."""
+        return await _command(context, "check", "the invariants of scheduler and cache hold", 500)
 
     @routes.get("/get_model_info", **documented("Operations"))
     async def get_model_info() -> Response:
@@ -121,6 +122,18 @@ def _add_operations(routes: APIRouter, context: ServerContext) -> None:
         }
         settings["has_api_keys"] = bool(context.config.api_keys)
         return json_response({"version": tokenspeed.__version__, "server": settings, "engine": client.stats})
+
+
+async def _command(
+    context: ServerContext, name: Literal["flush_cache", "check"], done: str, refused_status: int
+) -> Response:
+    """Run a command in the engine's loop. A dead engine is 503."""
+    if not context.client.is_alive:
+        raise EngineDead(DEAD_MESSAGE)
+    ok, error = await context.client.command(name)
+    return json_response(
+        CommandResult(success=ok, message=done if ok else error or "refused"), 200 if ok else refused_status
+    )
 
 
 async def _probe(context: ServerContext) -> bool:
