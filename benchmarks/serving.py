@@ -24,10 +24,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import aiohttp
 from rich.console import Console
 from rich.table import Table
+
+from tokenspeed.checkpoint.resolve import resolve_checkpoint
 
 READY_TIMEOUT_S = 120.0
 
@@ -211,14 +214,14 @@ def concurrencies(args: argparse.Namespace) -> list[int]:
 def measure_transformers(args: argparse.Namespace, report: Report) -> None:
     """The same shapes through `transformers.generate` in bfloat16, all prompts of a round in one batch."""
     import torch
-    from tokenspeed.checkpoint.resolve import resolve_checkpoint
     from transformers import AutoModelForCausalLM
 
     checkpoint = resolve_checkpoint(args.model)
     file = checkpoint.weight_files[0]
     folder, name = os.path.split(file)
     gguf = {"gguf_file": name} if checkpoint.format == "gguf" else {}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **gguf).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **gguf)
+    model.eval()
     rng = random.Random(args.seed)
 
     def generate(prompts: list[list[int]], num_tokens: int) -> float:

@@ -184,8 +184,11 @@ class Client:
             self._status("bad JSON", response.status, 400)
 
     async def bad_field(self) -> None:
-        fields = self._rng.choice([{"temperature": "hot"}, {"max_tokens": -1}, {"top_p": 7}, {"n": 0}, {"stop": 5}])
-        async with self._session.post(f"{self._url}/v1/chat/completions", json=self._chat(**fields)) as response:
+        name, value = self._rng.choice(
+            [("temperature", "hot"), ("max_tokens", -1), ("top_p", 7), ("n", 0), ("stop", 5)]
+        )
+        body = self._chat() | {name: value}
+        async with self._session.post(f"{self._url}/v1/chat/completions", json=body) as response:
             self._status("bad field", response.status, 400)
 
     def _status(self, what: str, got: int, expected: int) -> bool:

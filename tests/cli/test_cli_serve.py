@@ -97,6 +97,11 @@ def test_another_tokenizer(folder, started, tmp_path):
     assert started[0][0].checkpoint.tokenizer_path == str(other)
 
 
+def test_a_missing_tokenizer_is_said_so(folder, started, capsys):
+    assert main(["serve", folder, "--load-format", "dummy", "--tokenizer", "./nowhere"]) == 2
+    assert "tokenizer './nowhere' is not a folder" in capsys.readouterr().err
+
+
 def test_chat_template_from_a_file_or_as_text(folder, started, tmp_path, capsys):
     file = tmp_path / "t.jinja"
     file.write_text("{{ messages }}")
@@ -121,10 +126,3 @@ def test_a_missing_model_is_one_line(argv, capsys):
     assert main(["serve", *argv]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tokenspeed: error: ") and argv[-1] in line
-
-
-def test_the_log_says_every_choice(folder, started, capsys):
-    main(["serve", folder, "--load-format", "dummy"])
-    err = capsys.readouterr().err
-    for choice in started[0][0].choices:
-        assert f"{choice.name} = {choice.value}: {choice.reason}" in err

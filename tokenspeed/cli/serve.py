@@ -6,7 +6,6 @@ All reading of the environment, of files named in flags and of the clock for a s
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from tokenspeed.checkpoint.checkpoint import Checkpoint
-from tokenspeed.checkpoint.resolve import resolve_checkpoint
+from tokenspeed.checkpoint.resolve import resolve_checkpoint, resolve_tokenizer
 from tokenspeed.config.args import EngineArgs, parse_args
 from tokenspeed.config.device import read_device_info
 from tokenspeed.config.engine import EngineConfig
@@ -29,8 +28,6 @@ from tokenspeed.protocol.errors import ConfigError
 from tokenspeed.server.app import run_server
 
 SEED_LIMIT = 2**30
-
-logger = logging.getLogger("tokenspeed.cli")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -59,8 +56,6 @@ def run(argv: Sequence[str]) -> int:
     if args.dry_run:
         print("\n".join(describe(engine, server)))
         return 0
-    for choice in engine.choices:
-        logger.info("%s = %s: %s", choice.name, choice.value, choice.reason)
     return run_server(engine, server, args.engine_startup_timeout)
 
 
@@ -87,11 +82,8 @@ def _find(args: EngineArgs) -> Checkpoint:
     )
     if args.tokenizer is None:
         return checkpoint
-    if Path(args.tokenizer).exists():
-        return msgspec.structs.replace(checkpoint, tokenizer_path=args.tokenizer)
-    # `dummy` asks for no weights, so that only small files are fetched from the hub.
-    other = resolve_checkpoint(args.tokenizer, revision=None, download_dir=args.download_dir, load_format="dummy")
-    return msgspec.structs.replace(checkpoint, tokenizer_path=other.tokenizer_path)
+    place = resolve_tokenizer(args.tokenizer, download_dir=args.download_dir)
+    return msgspec.structs.replace(checkpoint, tokenizer_path=place)
 
 
 def _template_text(value: str | None) -> str | None:
