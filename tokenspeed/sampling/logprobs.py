@@ -1,7 +1,7 @@
 """Log-probabilities of tokens under the model's own logits, and of the best alternatives.
 
 `gather_logprobs` runs on the device and does not wait; its `finish` reads the result on the host. Rows are processed a
-few at a time, so that memory stays near [CHUNK_ROWS, vocabulary] floats however long a prompt is.
+few at a time, so that memory stays small however long a prompt is.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed.protocol.step import TokenLogprobs
-
-CHUNK_ROWS = 64
+from tokenspeed.sampling.chunks import row_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +61,8 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, ks: Sequence[int]) -> Pen
         ks: how many of the best tokens each row wants, N numbers.
     """
     width = min(max(ks, default=0), logits.shape[-1])
-    parts = [
-        _gather_chunk(logits[start : start + CHUNK_ROWS], token_ids[start : start + CHUNK_ROWS], width)
-        for start in range(0, max(len(ks), 1), CHUNK_ROWS)
-    ]
+    chunks = list(row_chunks(len(ks), logits.shape[-1], logits.device)) or [slice(0, 0)]
+    parts = [_gather_chunk(logits[rows], token_ids[rows], width) for rows in chunks]
     logprobs, ranks, top_ids, top_logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
     return PendingLogprobs(token_ids, logprobs, ranks, top_ids, top_logprobs, tuple(ks))
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed.protocol.sampling import SamplingParams
+from tokenspeed.sampling.chunks import row_chunks
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
@@ -63,15 +64,21 @@ class PenaltyCounts:
         """Change `logits` [N, V] in place at `rows`, which belong to `slots` (admitted here)."""
         index = torch.tensor(rows, device=self._device)
         pool = self._pool_rows(slots)
+        for part in row_chunks(len(rows), logits.shape[-1], self._device):
+            logits[index[part]] = self._penalised(logits[index[part]], pool[part], params[part])
+
+    def _penalised(self, values: Tensor, pool: Tensor, params: list[SamplingParams]) -> Tensor:
         counts = self._output[pool]
         in_output = counts > 0
-        values = logits[index]
-        repetition = self._column([p.repetition_penalty for p in params])
-        repeated = torch.where(values > 0, values / repetition, values * repetition)
-        values = torch.where(self._in_prompt[pool] | in_output, repeated, values)
-        values -= self._column([p.frequency_penalty for p in params]) * counts
-        values -= self._column([p.presence_penalty for p in params]) * in_output
-        logits[index] = values
+        if any(p.repetition_penalty != 1.0 for p in params):
+            repetition = self._column([p.repetition_penalty for p in params])
+            repeated = torch.where(values > 0, values / repetition, values * repetition)
+            values = torch.where(self._in_prompt[pool] | in_output, repeated, values)
+        if any(p.frequency_penalty for p in params):
+            values -= self._column([p.frequency_penalty for p in params]) * counts
+        if any(p.presence_penalty for p in params):
+            values -= self._column([p.presence_penalty for p in params]) * in_output
+        return values
 
     def count(self, slots: list[int], token_ids: Tensor) -> None:
         """Add one sampled token a slot; `token_ids` [len(slots)] on the device."""
