@@ -63,6 +63,7 @@ def test_every_field_can_be_set():
     values = {
         "model": "m",
         "tokenizer": "t",
+        "skip_tokenizer_init": True,
         "load_format": "dummy",
         "trust_remote_code": True,
         "revision": "r",
@@ -218,7 +219,7 @@ def test_every_refused_flag_explains_itself(entry):
 
 
 def test_no_twin_of_a_refused_flag_is_found():
-    assert find_refusal("--no-skip-tokenizer-init") is find_refusal("--skip-tokenizer-init")
+    assert find_refusal("--no-tokenizer-mode") is find_refusal("--tokenizer-mode")
     assert find_refusal("--no-such-thing") is None
 
 

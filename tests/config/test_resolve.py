@@ -265,9 +265,16 @@ def test_no_wish_is_ignored():
         "num_threads": 1, "attention_backend": "paged", "enforce_eager": True, "host": "h", "port": 1,
         "served_model_name": ("x",), "api_key": ("x",), "cors_allow_origins": ("x",), "max_request_mb": 1.0,
         "stream_interval": 2, "chat_template": "{{ x }}", "drain_timeout": 1.0, "log_level": "error",
-        "enable_log_requests": True, "enable_metrics": False,
+        "enable_log_requests": True, "enable_metrics": False, "skip_tokenizer_init": True,
     }  # fmt: skip
     assert set(other) | acts_elsewhere == {field.name for field in dataclasses.fields(EngineArgs)}
     default = resolve(EngineArgs(), CHECKPOINT, MODEL, AMX)
     for name, value in other.items():
         assert resolve(EngineArgs(**{name: value}), CHECKPOINT, MODEL, AMX) != default, name
+
+
+@pytest.mark.parametrize("other", [{"tokenizer": "t"}, {"chat_template": "{{ x }}"}])
+def test_no_tokenizer_and_something_made_of_text_contradict(other):
+    (name,) = other
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} was given together with --skip-tokenizer-init"):
+        resolve(EngineArgs(skip_tokenizer_init=True, **other), CHECKPOINT, MODEL, AMX)

@@ -75,6 +75,13 @@ class EngineArgs:
         metavar="MODEL",
         default_text="the model's own",
     )
+    skip_tokenizer_init: bool = flag(
+        False,
+        "--skip-tokenizer-init",
+        MODEL,
+        "Load no tokenizer. Prompts are token ids, and answers hold ids (`return_token_ids`) but no text.",
+        kind="on",
+    )
     load_format: str = flag(
         "auto",
         "--load-format",

@@ -29,6 +29,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         num_pages: pages of the KV pool, or None = what kv_memory_bytes holds.
         max_num_batched_tokens: the token budget of one step (`--chunked-prefill-size`).
         num_threads: CPU threads of the runner.
+        skip_tokenizer_init: the client works in token ids only.
         choices: automatic choices with reasons.
     """
 
@@ -53,4 +54,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     max_queue_len: int
     trust_remote_code: bool = False
+    skip_tokenizer_init: bool = False
     choices: tuple[Choice, ...] = ()

@@ -72,9 +72,8 @@ _SERVING = (
 
 _LOADING = (
     *_all(
-        "the tokenizer is always loaded, from the checkpoint or --tokenizer; leave the flag out",
+        "the tokenizer is that of the checkpoint, or of --tokenizer; leave the flag out",
         ("--tokenizer-mode", "kind of tokenizer"),
-        ("--skip-tokenizer-init", "no tokenizer, token ids only"),
     ),
     *_all(
         "only text models are served; leave the flag out",

@@ -97,6 +97,7 @@ def resolve(
         seed=_seed(args, drawn_seed, choices),
         max_queue_len=args.max_queue_len,
         trust_remote_code=args.trust_remote_code,
+        skip_tokenizer_init=_skip_tokenizer(args),
         choices=(*choices, *_without_effect(args)),
     )
     return engine, _server(args, checkpoint)
@@ -240,6 +241,16 @@ def _token_budget(args: EngineArgs, max_model_len: int, choices: list[Choice]) -
     reason = "enough rows for the matrix units of a CPU; in a larger step, running streams wait longer"
     choices.append(Choice("--chunked-prefill-size", str(CPU_CHUNK_TOKENS), reason))
     return CPU_CHUNK_TOKENS
+
+
+def _skip_tokenizer(args: EngineArgs) -> bool:
+    if args.skip_tokenizer_init:
+        for name, value in (("--tokenizer", args.tokenizer), ("--chat-template", args.chat_template)):
+            if value is not None:
+                raise ConfigError(
+                    f"{name} was given together with --skip-tokenizer-init, with which no text is made; leave one out"
+                )
+    return args.skip_tokenizer_init
 
 
 def _num_threads(args: EngineArgs, device: DeviceInfo, choices: list[Choice]) -> int:

@@ -40,6 +40,7 @@ from tokenspeed.protocol.messages import (
 from tokenspeed.text.chat_template import ChatTemplate, render_chat_ids
 from tokenspeed.text.codec import Tokenizer
 from tokenspeed.text.detokenizer import Detokenizer
+from tokenspeed.text.no_tokenizer import NO_TOKENIZER, NoTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class AsyncEngineClient:
         engine: EngineHandle,
         ready: Ready,
         model_config: ModelConfig,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | NoTokenizer,
         template: ChatTemplate,
         max_queue_len: int | None,
     ) -> None:
@@ -113,6 +114,8 @@ class AsyncEngineClient:
         template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
         """See `interface.EngineClient.render_chat`. May be called on any thread; a long chat is best given one."""
+        if isinstance(self._tokenizer, NoTokenizer):
+            raise InvalidRequest(f"messages are text, but {NO_TOKENIZER}", param="messages")
         return render_chat_ids(
             self._tokenizer,
             self._template,
@@ -155,6 +158,8 @@ class AsyncEngineClient:
         if self._is_draining or self._is_closing:
             raise Overloaded(SHUTDOWN_MESSAGE, DRAIN_RETRY_S, draining=True)
         sampling = check_request(request, self.model_config.vocab_size, self.max_model_len)
+        if sampling.stop and isinstance(self._tokenizer, NoTokenizer):
+            raise InvalidRequest(f"stop strings are text, but {NO_TOKENIZER}, or use stop_token_ids", param="stop")
         num_prompt_tokens = len(request.prompt_token_ids)
         streams = [
             SequenceStream(

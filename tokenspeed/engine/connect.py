@@ -15,7 +15,9 @@ from tokenspeed.engine.client import AsyncEngineClient
 from tokenspeed.engine.launch import START_TIMEOUT_S, EngineHandle, EngineProcess, EngineThread, wait_ready
 from tokenspeed.observability.startup import startup_phase
 from tokenspeed.runner.interface import Runner
-from tokenspeed.text.chat_template import load_chat_template
+from tokenspeed.text.chat_template import ChatTemplate, load_chat_template
+from tokenspeed.text.codec import Tokenizer
+from tokenspeed.text.no_tokenizer import NoTokenizer
 from tokenspeed.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -64,10 +66,7 @@ async def _connect(
     ready_task = asyncio.create_task(asyncio.to_thread(wait_ready, engine, start_timeout_s))
     try:
         with startup_phase("tokenizer"):
-            tokenizer = await asyncio.to_thread(
-                load_tokenizer, config.checkpoint, config.model, config.trust_remote_code
-            )
-            template = load_chat_template(tokenizer, chat_template)
+            tokenizer, template = await asyncio.to_thread(_load_text, config, chat_template)
         ready = await asyncio.shield(ready_task)
     except BaseException:
         engine.kill()  # which also ends the wait, on the thread that reads the channel
@@ -77,3 +76,10 @@ async def _connect(
     for line in ready.report:
         logger.info("%s", line)
     return AsyncEngineClient(engine, ready, config.model, tokenizer, template, max_queue_len)
+
+
+def _load_text(config: EngineConfig, chat_template: str | None) -> tuple[Tokenizer | NoTokenizer, ChatTemplate]:
+    if config.skip_tokenizer_init:
+        return NoTokenizer(config.model.vocab_size), ChatTemplate({}, special_tokens={}, spellings=())
+    tokenizer = load_tokenizer(config.checkpoint, config.model, config.trust_remote_code)
+    return tokenizer, load_chat_template(tokenizer, chat_template)

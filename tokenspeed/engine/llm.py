@@ -65,7 +65,7 @@ class LLM:
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
         _refuse_foreign(options)
         args = EngineArgs(model=model, **options)
-        config = _configure(args)
+        config = configure(args)
         self._num_requests = 0
         self._is_closed = False
         self._lock = threading.Lock()
@@ -254,8 +254,12 @@ def _refuse_foreign(options: dict[str, Any]) -> None:
             raise ConfigError(f"{name} concerns only the server; leave it out of LLM(...)")
 
 
-def _configure(args: EngineArgs) -> EngineConfig:
-    """Find and read the model, and decide everything."""
+def configure(args: EngineArgs) -> EngineConfig:
+    """Find and read the model, and decide everything.
+
+    Raises:
+        ConfigError, CheckpointError: what cannot be used.
+    """
     checkpoint = resolve_checkpoint(
         args.model, revision=args.revision, download_dir=args.download_dir, load_format=args.load_format
     )
