@@ -50,7 +50,8 @@ def test_other_needs_are_refused_in_words() -> None:
 @needs_compiler
 def test_all_operations_are_chosen_and_share_one_context() -> None:
     ops, report = select_ops(NEED)
-    assert all(": native_cpu" in line for line in report), report
+    fused_linear = "fused_linear: none"  # launches cost nothing on a CPU with a tape
+    assert all(": native_cpu" in line or line.startswith(fused_linear) for line in report), report
     contexts = {id(ops.rms_norm.__self__), id(ops.linear.__self__), id(ops.block_linear._context)}
     assert contexts == {id(context_module.context_for(NEED, torch.get_num_threads()))}
     assert ops.recorder is context_module.context_for(NEED, torch.get_num_threads()).recorder

@@ -105,6 +105,36 @@ class BlockLinear(Protocol):
         ...
 
 
+class FusedLinear(Protocol):
+    """A linear for the few rows of a decode step that does its neighbours' work in the same launch."""
+
+    max_rows: int
+
+    def why_not(self, in_features: int) -> str | None:
+        """None when a weight of this width can be served, otherwise the reason."""
+        ...
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """x [T, in], T <= max_rows, weight [out, in] -> [T, out].
+
+        Args:
+            norm: [in], weight of an RMSNorm that x passes through first, with `eps`.
+            residual: [T, out]; the result is added to it in place, and it is returned.
+            gated: the weight's rows are [gate | up]; the result is silu(gate) * up, [T, out / 2].
+        """
+        ...
+
+
 class StepGraph(Protocol):
     """A recorded sequence of operations on fixed buffers."""
 
@@ -131,7 +161,8 @@ class GraphUnsupported(RuntimeError):
 class Ops:
     """The chosen implementation of every operation for one device and dtype; layers are built with it.
 
-    `recorder` is None where steps cannot be recorded; `block_linear` where quantized weights cannot be kept.
+    `recorder` is None where steps cannot be recorded, `block_linear` where quantized weights cannot be kept,
+    `fused_linear` where launches cost too little to fuse for.
     """
 
     device: torch.device
@@ -145,3 +176,4 @@ class Ops:
     linear: Linear
     block_linear: BlockLinear | None
     recorder: Recorder | None
+    fused_linear: FusedLinear | None = None

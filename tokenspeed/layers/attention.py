@@ -1,4 +1,4 @@
-"""Grouped-query attention over the paged cache: project, rotate and store, attend, project back."""
+"""Grouped-query attention over the paged cache: project, rotate and store, attend; `out` projects back."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from tokenspeed.layers.entry import Entries, join
 from tokenspeed.layers.linear import QKVParallel, RowParallel
 from tokenspeed.layers.norm import RMSNorm
 from tokenspeed.layers.rotary import Rotary
+from tokenspeed.layers.stream import Normed
 from tokenspeed.quantization.interface import Scheme
 
 FULL_GROUP = "full"
 
 
 class Attention:
-    """One layer's attention, x [T, H] -> [T, H]. Its keys and values live in the pool given by `bind_kv`.
+    """One layer's attention up to its output projection `out`, which the residual stream applies and adds.
+
+    Keys and values live in the pool given by `bind_kv`.
 
     Args:
         layer: layer index, for the cache spec.
@@ -39,7 +42,7 @@ class Attention:
     ) -> None:
         heads, head_dim = config.num_heads, config.head_dim
         self._qkv = QKVParallel(config, mesh, scheme, prefix)
-        self._out = RowParallel(heads * head_dim, config.hidden_size, config.o_bias, mesh, scheme, f"{prefix}.o_proj")
+        self.out = RowParallel(heads * head_dim, config.hidden_size, config.o_bias, mesh, scheme, f"{prefix}.o_proj")
         self._q_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, f"{prefix}.q_norm") if config.qk_norm else None
         self._k_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, f"{prefix}.k_norm") if config.qk_norm else None
         self._eps = config.rms_norm_eps
@@ -54,11 +57,11 @@ class Attention:
 
     def entries(self) -> Entries:
         norms = [norm.entries() for norm in (self._q_norm, self._k_norm) if norm is not None]
-        return join((self._qkv.entries(), self._out.entries(), *norms))
+        return join((self._qkv.entries(), self.out.entries(), *norms))
 
     def finish(self) -> None:
         self._qkv.finish()
-        self._out.finish()
+        self.out.finish()
         for norm in (self._q_norm, self._k_norm):
             if norm is not None:
                 norm.finish()
@@ -67,11 +70,20 @@ class Attention:
         """Use these pages from now on."""
         self._kv = kv
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """positions [T] int64. Writes this step's keys and values to `batch.slots`."""
+    @property
+    def max_fused_rows(self) -> int:
+        """Rows up to which the projections may fuse with norm and stream."""
+        return min(self._qkv.max_fused_rows, self.out.max_fused_rows)
+
+    def __call__(self, x: torch.Tensor | Normed, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """x, or its norm left to do, [T, H]; positions [T] int64 -> what `out` takes, [T, heads * head_dim].
+
+        Writes this step's keys and values to `batch.slots`.
+        """
         assert self._kv is not None, "forward before bind_kv"
+        qkv = self._qkv.fused(x.x, x.norm.weight, x.norm.eps) if isinstance(x, Normed) else self._qkv(x)
         q = self._ops.qkv_rope_cache(
-            self._qkv(x),
+            qkv,
             positions,
             self._rotary.cos_sin,
             self._kv.keys,
@@ -81,4 +93,4 @@ class Attention:
             None if self._k_norm is None else self._k_norm.weight,
             self._eps,
         )
-        return self._out(self._backend.run(q, self._kv, batch, self._scale, None))
+        return self._backend.run(q, self._kv, batch, self._scale, None)

@@ -72,9 +72,18 @@ class MergedColumnParallel:
     def finish(self) -> None:
         self._method.finish()
 
+    @property
+    def max_fused_rows(self) -> int:
+        """Rows up to which `fused` serves; 0 = never."""
+        return self._method.max_fused_rows
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in_features] -> [T, out_features of this rank]."""
         return self._method.apply(x)
+
+    def fused(self, x: torch.Tensor, norm: torch.Tensor, eps: float, gated: bool = False) -> torch.Tensor:
+        """The linear of RMSNorm(x), T <= max_fused_rows; gated: two parts of equal size, silu(first) * second."""
+        return self._method.apply_fused(x, norm=norm, eps=eps, gated=gated)
 
     def _weight_rule(self, index: int) -> LoadRule:
         return lambda weight: self._method.load(weight, self._row_starts[index], None, self._shard(index))
@@ -143,7 +152,16 @@ class RowParallel:
     def finish(self) -> None:
         self._method.finish()
 
+    @property
+    def max_fused_rows(self) -> int:
+        """Rows up to which `add_to` serves; never where partial results must be summed over ranks first."""
+        return self._method.max_fused_rows if self._all_reduce is None else 0
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in_features of this rank] -> [T, out_features], summed over ranks."""
         y = self._method.apply(x)
         return y if self._all_reduce is None else self._all_reduce(y)
+
+    def add_to(self, stream: torch.Tensor, x: torch.Tensor) -> None:
+        """stream [T, out_features] += the linear of x, in place and in one launch; T <= max_fused_rows."""
+        self._method.apply_fused(x, residual=stream)

@@ -1,4 +1,4 @@
-"""The gated MLP: down(silu(gate x) * up x) (SwiGLU, Shazeer 2020)."""
+"""The gated MLP: down(silu(gate x) * up x) (SwiGLU, Shazeer 2020); `down` is applied by the residual stream."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from tokenspeed.distributed.mesh import Mesh
 from tokenspeed.kernels.ops import Ops
 from tokenspeed.layers.entry import Entries, join
 from tokenspeed.layers.linear import MergedColumnParallel, Part, RowParallel
+from tokenspeed.layers.stream import Normed
 from tokenspeed.quantization.interface import Scheme
 
 
 class GatedMLP:
-    """x [T, H] -> [T, H].
+    """x [T, H] -> silu(gate x) * up x, [T, intermediate_size], which `down` projects back.
 
     Args:
         prefix: HF name of the module (`model.layers.3.mlp`).
@@ -23,15 +24,23 @@ class GatedMLP:
         hidden, inner = config.hidden_size, config.intermediate_size
         parts = (Part(f"{prefix}.gate_proj", inner), Part(f"{prefix}.up_proj", inner))
         self._gate_up = MergedColumnParallel(hidden, parts, config.mlp_bias, mesh, scheme, f"{prefix}.gate_up_proj")
-        self._down = RowParallel(inner, hidden, config.mlp_bias, mesh, scheme, f"{prefix}.down_proj")
+        self.down = RowParallel(inner, hidden, config.mlp_bias, mesh, scheme, f"{prefix}.down_proj")
         self._ops = ops
 
     def entries(self) -> Entries:
-        return join((self._gate_up.entries(), self._down.entries()))
+        return join((self._gate_up.entries(), self.down.entries()))
 
     def finish(self) -> None:
         self._gate_up.finish()
-        self._down.finish()
+        self.down.finish()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._ops.silu_and_mul(self._gate_up(x)))
+    @property
+    def max_fused_rows(self) -> int:
+        """Rows up to which the projections may fuse with norm, activation and stream."""
+        return min(self._gate_up.max_fused_rows, self.down.max_fused_rows)
+
+    def __call__(self, x: torch.Tensor | Normed) -> torch.Tensor:
+        """x, or its norm left to do."""
+        if isinstance(x, Normed):
+            return self._gate_up.fused(x.x, x.norm.weight, x.norm.eps, gated=True)
+        return self._ops.silu_and_mul(self._gate_up(x))

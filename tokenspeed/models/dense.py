@@ -4,8 +4,8 @@
     every layer:  x += attention(norm(x));  x += mlp(norm(x))
     hidden = norm(x);  scores = head(hidden)
 
-The additions are fused into the norms that follow them, so the decode path consists of ops and views only and can be
-recorded into a step graph.
+The residual stream fuses additions and norms with their neighbours, so the decode path consists of ops and views only
+and can be recorded into a step graph.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from tokenspeed.layers.entry import Entries, Layer, join
 from tokenspeed.layers.mlp import GatedMLP
 from tokenspeed.layers.norm import RMSNorm
 from tokenspeed.layers.rotary import Rotary
+from tokenspeed.layers.stream import ResidualStream
 from tokenspeed.models.interface import LoadRule
 from tokenspeed.quantization.interface import Scheme
 
 
 class DecoderLayer:
-    """Attention and MLP, each behind a norm, on a residual stream that is updated in place."""
+    """Attention and MLP, each behind a norm, on a residual stream."""
 
     def __init__(
         self,
@@ -55,13 +56,15 @@ class DecoderLayer:
         for part in self._parts:
             part.finish()
 
-    def __call__(
-        self, x: torch.Tensor | None, residual: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch
-    ) -> torch.Tensor:
-        """x: what the layer before left to add, None before the first. Returns what is left to add after this one."""
-        normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
-        attended = self.attention(normed, positions, batch)
-        return self.mlp(self.post_norm.add(attended, residual))
+    @property
+    def max_fused_rows(self) -> int:
+        """Rows up to which every linear of the layer can fuse with its neighbours."""
+        return min(self.attention.max_fused_rows, self.mlp.max_fused_rows)
+
+    def __call__(self, stream: ResidualStream, positions: torch.Tensor, batch: AttentionBatch) -> None:
+        """Adds the layer's two sublayers to the stream."""
+        stream.add(self.attention.out, self.attention(stream.normed(self.input_norm), positions, batch))
+        stream.add(self.mlp.down, self.mlp(stream.normed(self.post_norm)))
 
 
 class DenseDecoder:
@@ -76,6 +79,7 @@ class DenseDecoder:
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, "model.norm")
         self._parts: tuple[Layer, ...] = (self._vocabulary, *self._layers, self._norm)
         self._entries = join(part.entries() for part in self._parts)
+        self._max_fused_rows = 0
 
     def load_rules(self) -> dict[str, LoadRule]:
         """See `Model.load_rules`."""
@@ -94,6 +98,7 @@ class DenseDecoder:
         self._rotary.finish()
         for part in self._parts:
             part.finish()
+        self._max_fused_rows = min((layer.max_fused_rows for layer in self._layers), default=0)
 
     def cache_specs(self) -> list[LayerCacheSpec]:
         """See `Model.cache_specs`."""
@@ -107,11 +112,10 @@ class DenseDecoder:
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """See `Model.forward`."""
-        residual = self._vocabulary.embed(token_ids)
-        x: torch.Tensor | None = None
+        stream = ResidualStream(self._vocabulary.embed(token_ids), fuse=token_ids.shape[0] <= self._max_fused_rows)
         for layer in self._layers:
-            x = layer(x, residual, positions, batch)
-        return self._norm(residual) if x is None else self._norm.add(x, residual)
+            layer(stream, positions, batch)
+        return stream.final(self._norm)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.head`."""

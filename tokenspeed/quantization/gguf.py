@@ -47,6 +47,11 @@ class GGUFMethod(DenseMethod):
                 self.qtype = qtype
         self._raw.clear()
 
+    @property
+    def max_fused_rows(self) -> int:
+        """See `LinearMethod.max_fused_rows`. Packed weights have no fused kernel; dense ones do as usual."""
+        return 0 if self._packed is not None else super().max_fused_rows
+
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """See `LinearMethod.apply`."""
         if self._packed is not None and x.shape[0] <= self._block_linear.max_rows:

@@ -91,6 +91,23 @@ class LinearMethod(Protocol):
         """x [T, in_features] -> [T, out_features], dtype of x."""
         ...
 
+    @property
+    def max_fused_rows(self) -> int:
+        """Rows up to which `apply_fused` serves; 0 = never."""
+        ...
+
+    def apply_fused(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """The linear with its neighbours in one launch: see `kernels.ops.FusedLinear`. T <= max_fused_rows."""
+        ...
+
 
 class Scheme(Protocol):
     """One quantization scheme.

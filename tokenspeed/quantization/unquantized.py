@@ -65,6 +65,26 @@ class DenseMethod:
         assert self.dense is not None, "apply before finish"
         return self._ops.linear(x, self.dense, self.bias)
 
+    @property
+    def max_fused_rows(self) -> int:
+        """See `LinearMethod.max_fused_rows`."""
+        fused = self._ops.fused_linear
+        return 0 if fused is None or fused.why_not(self._shape.in_features) is not None else fused.max_rows
+
+    def apply_fused(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """See `LinearMethod.apply_fused`."""
+        fused = self._ops.fused_linear
+        assert fused is not None and self.dense is not None, "apply_fused beyond max_fused_rows"
+        return fused(x, self.dense, self.bias, norm=norm, eps=eps, residual=residual, gated=gated)
+
     def _empty(self, *sizes: int) -> torch.Tensor:
         return torch.empty(*sizes, dtype=self._ops.dtype, device=self._ops.device)
 

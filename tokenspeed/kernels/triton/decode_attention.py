@@ -203,6 +203,12 @@ def decode_attention(
     return out
 
 
+def decode_splits(num_rows: int) -> int:
+    """Programs that share a (request, kv head)'s context: enough to fill 132 multiprocessors about four times when
+    rows are few (measured on one H200: 16 at 8 rows, 4 at 128, none from 512 on; docs/log.md)."""
+    return max(1, min(16, triton.next_power_of_2(512 // num_rows) if num_rows <= 512 else 1))
+
+
 def decode_workspace(
     num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, num_splits: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,201 @@
+"""The Triton implementations as the registry knows them: for NVIDIA GPUs of compute capability 8.0 and later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tokenspeed.attention.interface import AttentionBatch
+from tokenspeed.kernels.cuda_graph import CudaGraphRecorder
+from tokenspeed.kernels.registry import Implementation, Need
+from tokenspeed.kernels.triton.decode_attention import decode_attention, decode_splits, decode_workspace
+from tokenspeed.kernels.triton.pointwise import qkv_rope_cache, rms_norm, silu_and_mul
+from tokenspeed.kernels.triton.prefill_attention import prefill_attention
+from tokenspeed.kernels.triton.small_linear import MAX_ROWS, fused_linear, make_workspace
+
+LONG_PREFILL = 512  # from here on torch's own attention (cuDNN or FlashAttention) beats the Triton kernel (docs/log.md)
+
+
+def _why_not(need: Need) -> str | None:
+    if need.device.type != "cuda":
+        return f"Triton kernels run on a GPU, the device is {need.device.type}"
+    if torch.cuda.get_device_capability(need.device) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    return None
+
+
+def _has_pdl(need: Need) -> bool:
+    """Programmatic dependent launch came with Hopper."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(need.device) >= (9, 0)
+
+
+def _embedding(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return functional.embedding(token_ids, table)
+
+
+class _Norms:
+    def __init__(self, pdl: bool) -> None:
+        self._pdl = pdl
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps, pdl=self._pdl)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps, residual, pdl=self._pdl)
+
+
+class TritonLinear:
+    """`FusedLinear`: few rows by the fused kernels, many by cuBLAS."""
+
+    max_rows = MAX_ROWS
+
+    def __init__(self, device: torch.device, pdl: bool) -> None:
+        self._workspace = make_workspace(device)
+        self._pdl = pdl
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        return fused_linear(x, weight, self._workspace, bias, norm, eps, residual, gated, pdl=self._pdl)
+
+    def why_not(self, in_features: int) -> str | None:
+        """None when a weight of this width can be read in whole tiles."""
+        return None if in_features % 64 == 0 else f"rows of {in_features} are not a multiple of 64"
+
+
+class PagedAttention:
+    """`kernels.ops.PagedAttention`: decode rows split over their context, prefill rows by tensor cores."""
+
+    def __init__(self, device: torch.device, pdl: bool) -> None:
+        self._device = device
+        self._pdl = pdl
+        self._workspaces: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        if batch.num_tokens == batch.num_requests:
+            return self._decode(q, keys, values, batch.page_table, batch.seq_lens, scale, window)
+        max_query_len = batch.num_tokens if batch.query_lens_host is None else max(batch.query_lens_host)
+        if window is None and _is_one_long_start(batch):
+            return _whole_prompt(q, keys, values, batch, scale)
+        return prefill_attention(
+            q, keys, values, batch.page_table, batch.query_start, batch.seq_lens, max_query_len, scale, window
+        )
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        num_requests, num_heads, head_dim = q.shape
+        num_kv_heads = keys.shape[2]
+        num_splits = decode_splits(num_requests * num_kv_heads)
+        shape = (num_requests, num_heads, num_kv_heads, head_dim, num_splits)
+        workspace = self._workspaces.get(shape)
+        if workspace is None:
+            workspace = self._workspaces[shape] = decode_workspace(*shape, self._device)
+        return decode_attention(
+            q, keys, values, page_table, seq_lens, scale, workspace, num_splits, window, pdl=self._pdl
+        )
+
+
+def _is_one_long_start(batch: AttentionBatch) -> bool:
+    """Every request is a whole long prompt from its first token."""
+    lens = batch.query_lens_host
+    return lens is not None and lens == batch.seq_lens_host and min(lens) >= LONG_PREFILL
+
+
+def _whole_prompt(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: AttentionBatch, scale: float
+) -> torch.Tensor:
+    """Prompts without earlier context, one call each: causal attention over contiguous copies of their pages."""
+    lens = batch.query_lens_host or []
+    page_size = keys.shape[1]
+    outs = []
+    start = 0
+    for request, length in enumerate(lens):
+        pages = batch.page_table[request, : -(-length // page_size)]
+        k = keys[pages].flatten(0, 1)[None, :length].transpose(1, 2)
+        v = values[pages].flatten(0, 1)[None, :length].transpose(1, 2)
+        mine = q[None, start : start + length].transpose(1, 2)
+        out = functional.scaled_dot_product_attention(mine, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        outs.append(out.transpose(1, 2).reshape(length, -1))
+        start += length
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+class _RopeCache:
+    def __init__(self, pdl: bool) -> None:
+        self._pdl = pdl
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        return qkv_rope_cache(qkv, positions, cos_sin, keys, values, slots, q_norm, k_norm, eps, self._pdl)
+
+
+class _SiluAndMul:
+    def __init__(self, pdl: bool) -> None:
+        self._pdl = pdl
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(gate_up, self._pdl)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return functional.linear(x, weight, bias)
+
+
+def _entry(op: str, make: Callable[[Need], Any], why_not: Callable[[Need], str | None] = _why_not) -> Implementation:
+    return Implementation(op=op, name="triton", rank=50, why_not=why_not, make=make)
+
+
+def _why_not_half(need: Need) -> str | None:
+    if need.dtype not in (torch.bfloat16, torch.float16):
+        return f"the fused kernels take 16-bit weights, the dtype is {need.dtype}"
+    return _why_not(need)
+
+
+IMPLEMENTATIONS = (
+    _entry("embedding", lambda need: _embedding),
+    _entry("rms_norm", lambda need: _Norms(_has_pdl(need)).rms_norm),
+    _entry("add_rms_norm", lambda need: _Norms(_has_pdl(need)).add_rms_norm),
+    _entry("qkv_rope_cache", lambda need: _RopeCache(_has_pdl(need))),
+    _entry("paged_attention", lambda need: PagedAttention(need.device, _has_pdl(need))),
+    _entry("silu_and_mul", lambda need: _SiluAndMul(_has_pdl(need))),
+    _entry("linear", lambda need: _linear),
+    _entry("fused_linear", lambda need: TritonLinear(need.device, _has_pdl(need)), _why_not_half),
+    _entry("recorder", lambda need: CudaGraphRecorder(need.device)),
+)
