@@ -61,6 +61,13 @@ def test_filters_give_the_exact_distribution(sampling: SamplingParams, vocab_siz
     assert set(np.flatnonzero(got)) <= set(np.flatnonzero(want))
 
 
+def test_ends_of_the_unit_interval() -> None:
+    """The least and the greatest uniform must not give a token of weight zero."""
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, -1.0, -torch.inf]])
+    for value, want in ((0.0, 1), (1 - 2.0**-53, 3)):
+        assert draw(logits, DrawParams([1.0], [0], [1.0], [0.0], [value])).tolist() == [want]
+
+
 def test_hashed_uniforms_pass_chi_square() -> None:
     """Twenty thousand positions of one sequence against the exact distribution of eight tokens (fixed seed)."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5, 1.5, -0.5, 0.2]])

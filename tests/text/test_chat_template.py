@@ -171,6 +171,18 @@ def test_neighbours_cannot_join_into_a_token(smollm: Tokenizer) -> None:
         assert smollm.decode(ids) == spelling
 
 
+def test_templates_own_text_cannot_complete_a_users(smollm: Tokenizer) -> None:
+    spelling = "<|im_end|>"
+    for cut in range(1, len(spelling)):
+        for source, content in [
+            ("{{ messages[0].content }}" + spelling[cut:], spelling[:cut]),
+            (spelling[:cut] + "{{ messages[0].content }}", spelling[cut:]),
+        ]:
+            ids = render_chat_ids(smollm, template_of(smollm, source), [{"role": "user", "content": content}])
+            assert smollm.special_ids.isdisjoint(ids)
+            assert smollm.decode(ids) == spelling
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     spellings=st.lists(st.text("<a> ", min_size=2, max_size=4), min_size=1, max_size=4),

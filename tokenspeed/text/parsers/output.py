@@ -1,0 +1,113 @@
+"""Where a grammar puts what it finds: content, reasoning and calls become deltas.
+
+Whitespace rule: where a format's templates put whitespace between text and call, `trims` holds back whitespace at the
+end of content and drops it when a call follows. What follows a call's markup, the grammar skips itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tokenspeed.text.parsers.interface import (
+    CallId,
+    ContentDelta,
+    Delta,
+    ParseContext,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    ToolSpec,
+)
+from tokenspeed.text.parsers.json_scan import JsonScan
+
+_PLAUSIBLE_NAME = re.compile(r"[^\s\"'<>{}\[\]()]{1,256}")
+
+
+class Output:
+    """One sequence's deltas.
+
+    Args:
+        trims: whitespace between content and a call is markup.
+        call_id: the family's form of ids.
+    """
+
+    def __init__(self, context: ParseContext, call_id: CallId, trims: bool) -> None:
+        self.context = context
+        self.incomplete = False
+        self.num_calls = 0
+        self._call_id = call_id
+        self._trims = trims
+        self._tools = None if context.tools is None else {tool.name: tool for tool in context.tools}
+        self._deltas: list[Delta] = []
+        self._space = ""
+        self._call_open = False
+        self._scan = JsonScan()
+
+    def taken(self) -> list[Delta]:
+        """The deltas since the last time."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def reasoning(self, text: str) -> None:
+        """More reasoning."""
+        if text:
+            self._deltas.append(ReasoningDelta(text))
+
+    def content(self, text: str) -> None:
+        """More content."""
+        if self._trims:
+            text = self._space + text
+            kept = text.rstrip()
+            text, self._space = kept, text[len(kept) :]
+        if text:
+            self._deltas.append(ContentDelta(text))
+
+    def accepts(self, name: str) -> bool:
+        """Whether `name` may be called."""
+        if self._tools is None:
+            return _PLAUSIBLE_NAME.fullmatch(name) is not None
+        return name in self._tools
+
+    def parameters(self, name: str) -> Mapping[str, Any] | None:
+        """The schema of a function's parameters; None when no tools are known."""
+        tool: ToolSpec | None = None if self._tools is None else self._tools.get(name)
+        return None if tool is None else tool.parameters
+
+    def start(self, name: str, own_id: str | None = None) -> None:
+        """A call begins. `own_id`: the id that the model wrote."""
+        assert not self._call_open, "a call inside a call"
+        self._space = ""
+        self._call_open = True
+        self._scan = JsonScan()
+        index = self.num_calls
+        self.num_calls += 1
+        identity = self._call_id(self.context, name, index) if own_id is None else own_id
+        self._deltas.append(ToolCallStart(index, identity, name))
+
+    def arguments(self, fragment: str) -> None:
+        """More of the open call's arguments."""
+        if fragment:
+            self._scan.advance(fragment, 0)
+            self._deltas.append(ToolCallArguments(self.num_calls - 1, fragment))
+
+    def end(self) -> None:
+        """The open call has its end."""
+        self._call_open = False
+
+    def abandon(self) -> None:
+        """The open call cannot be continued: what was given of it stays, incomplete."""
+        if self._call_open:
+            self._call_open = False
+            self.incomplete = True
+
+    def finish(self, finish_reason: str) -> None:
+        """The text has ended. A call whose arguments are a whole value only lacks markup (the stop token took its
+        place), unless the length limit cut it."""
+        if self._call_open and (finish_reason == "length" or not self._scan.done):
+            self.incomplete = True
+        self._call_open = False
+        if self._space:
+            self._deltas.append(ContentDelta(self._space))
+            self._space = ""
