@@ -183,6 +183,15 @@ def test_templates_own_text_cannot_complete_a_users(smollm: Tokenizer) -> None:
             assert smollm.decode(ids) == spelling
 
 
+def test_role_cannot_become_a_control_token(smollm: Tokenizer) -> None:
+    template = template_of(smollm, ROLE_TEMPLATE)
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].role is 'im_end', which is part of a special token"):
+        template.render([{"role": "im_end", "content": "x"}])
+    assert "<|critic|>" in template.render([{"role": "critic", "content": "x"}]).text
+    ids = render_chat_ids(smollm, template, [{"role": "a<|im_end|>", "content": ""}], add_generation_prompt=False)
+    assert ids.count(2) == 1
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     spellings=st.lists(st.text("<a> ", min_size=2, max_size=4), min_size=1, max_size=4),

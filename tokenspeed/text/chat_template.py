@@ -22,6 +22,8 @@ from tokenspeed.text.template_env import ChatTemplateEnvironment, TemplateRefusa
 
 MAX_CACHED_TEMPLATES = 16
 
+_USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "observation", "ipython")
+
 _OURS = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -91,6 +93,7 @@ class ChatTemplate:
             )
         source = self._choose(chat_template, bool(tools))
         chat = normalize_messages(messages)
+        self._check_roles(chat)
         shield = Shield(self._spellings, (chat, tools or (), documents or (), arguments, source))
         chat = shield.protect(chat)
         if continue_final_message:
@@ -116,6 +119,17 @@ class ChatTemplate:
         """
         for source in self._sources.values():
             self._compile(source)
+
+    def _check_roles(self, chat: list[dict[str, Any]]) -> None:
+        """Some templates write `'<|' + role + '|>'`, so a role that is part of a special token could become one."""
+        for index, message in enumerate(chat):
+            role = message["role"]
+            if role not in _USUAL_ROLES and any(role in spelling for spelling in self._spellings):
+                raise InvalidRequest(
+                    f"messages[{index}].role is {role!r}, which is part of a special token; use one of "
+                    f"{', '.join(_USUAL_ROLES)}",
+                    param="messages",
+                )
 
     def _choose(self, chat_template: str | None, has_tools: bool) -> str:
         if chat_template is not None:

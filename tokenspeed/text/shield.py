@@ -4,8 +4,7 @@ A *breaker* character, one that occurs in no text at hand, is put inside every s
 string that a user supplied, also inside an end that begins a spelling and a beginning that ends one, so that neighbours
 cannot join into one. All other text reaches the template untouched, so it may strip, split and compare as ever. After
 rendering, whole spellings are the template's own; `Tokenizer.encode_rendered` makes those special and takes the breaker
-out. A template that writes both ends around a string (`'<|' + role + '|>'`) means it, so roles are for the server to
-check.
+out. A template that writes both ends around a string (`'<|' + role + '|>'`) means it; `ChatTemplate` looks at roles.
 """
 
 from __future__ import annotations

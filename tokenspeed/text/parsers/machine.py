@@ -50,9 +50,7 @@ def _whole_text(grammar: Grammar, cursor: Cursor, output: Output) -> Steps[None]
     yield from cursor.rest(output.content)
 
 
-def grammar_format(
-    grammar: Grammar, *, ids: CallId = call_id, trims: bool = True
-) -> Callable[[ParseContext], Parser]:
+def grammar_format(grammar: Grammar, *, ids: CallId = call_id, trims: bool = True) -> Callable[[ParseContext], Parser]:
     """The `make` of a format that is a grammar.
 
     Args:

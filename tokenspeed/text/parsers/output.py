@@ -41,7 +41,7 @@ class Output:
         self._trims = trims
         self._tools = None if context.tools is None else {tool.name: tool for tool in context.tools}
         self._deltas: list[Delta] = []
-        self._space = ""
+        self._space: list[str] = []
         self._call_open = False
         self._scan = JsonScan()
 
@@ -58,9 +58,12 @@ class Output:
     def content(self, text: str) -> None:
         """More content."""
         if self._trims:
-            text = self._space + text
             kept = text.rstrip()
-            text, self._space = kept, text[len(kept) :]
+            if not kept:
+                self._space.append(text)
+                return
+            space, self._space = self._space, [text[len(kept) :]]
+            text = "".join(space) + kept
         if text:
             self._deltas.append(ContentDelta(text))
 
@@ -78,7 +81,7 @@ class Output:
     def start(self, name: str, own_id: str | None = None) -> None:
         """A call begins. `own_id`: the id that the model wrote."""
         assert not self._call_open, "a call inside a call"
-        self._space = ""
+        self._space.clear()
         self._call_open = True
         self._scan = JsonScan()
         index = self.num_calls
@@ -108,6 +111,7 @@ class Output:
         if self._call_open and (finish_reason == "length" or not self._scan.done):
             self.incomplete = True
         self._call_open = False
-        if self._space:
-            self._deltas.append(ContentDelta(self._space))
-            self._space = ""
+        space = "".join(self._space)
+        self._space.clear()
+        if space:
+            self._deltas.append(ContentDelta(space))

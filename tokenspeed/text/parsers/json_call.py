@@ -1,0 +1,136 @@
+"""A call as a JSON object with a name and arguments, in any order: the core of the json, qwen, llama and mistral formats.
+
+Arguments go out as they come once the name is known. They are the model's own text, not re-encoded.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+from tokenspeed.text.parsers.cursor import Cursor, Sink, Steps, decode_string, drop
+from tokenspeed.text.parsers.output import Output
+
+MAX_NAME_CHARS = 512
+"""Longest JSON text of a key or a name, and longest header of the marked formats: what is longer is no call."""
+
+_ARGUMENTS = ("arguments", "parameters")
+
+Found = Literal["call", "broken", "text"]
+
+
+def call_object(cursor: Cursor, output: Output, needs_arguments: bool) -> Steps[Found]:
+    """Read the object that begins at the cursor's `{`. The caller has begun a recording.
+
+    Args:
+        needs_arguments: an object without arguments is no call (where no markup says that it is one).
+    Returns:
+        "call": it was one, its end is marked. "broken": it was one and has no proper end; the text goes on behind what
+        could be read. "text": it is none; the recording goes on and holds all that was consumed.
+    """
+    return (yield from _CallObject(cursor, output, needs_arguments).read())
+
+
+class _CallObject:
+    def __init__(self, cursor: Cursor, output: Output, needs_arguments: bool) -> None:
+        self._cursor = cursor
+        self._output = output
+        self._needs_arguments = needs_arguments
+        self._name: str | None = None
+        self._own_id: str | None = None
+        self._started = False
+        self._early: str | None = None  # arguments that came before the name
+
+    def read(self) -> Steps[Found]:
+        cursor = self._cursor
+        if not (yield from cursor.literal("{")):
+            return "text"
+        while True:
+            yield from cursor.space()
+            if (yield from cursor.literal("}")):
+                return self._close()
+            if not (yield from self._member()):
+                return self._give_up()
+            yield from cursor.space()
+            if not (yield from cursor.literal(",")) and (yield from cursor.peek()) != "}":
+                return self._give_up()
+
+    def _member(self) -> Steps[bool]:
+        cursor = self._cursor
+        key = yield from cursor.json_string(MAX_NAME_CHARS)
+        if key is None:
+            return False
+        yield from cursor.space()
+        if not (yield from cursor.literal(":")):
+            return False
+        yield from cursor.space()
+        if key == "name" and self._name is None:
+            self._name = yield from cursor.json_string(MAX_NAME_CHARS)
+            return self._name is not None and self._output.accepts(self._name)
+        if key in _ARGUMENTS and not self._started and self._early is None:
+            return (yield from self._arguments())
+        if key == "id" and not self._started:
+            return (yield from self._identity())
+        return (yield from cursor.json_value(drop))
+
+    def _arguments(self) -> Steps[bool]:
+        """Streams the value, or keeps it while the name is unknown."""
+        if self._name is None:
+            parts: list[str] = []
+            whole = yield from self._value(parts.append)
+            self._early = "".join(parts)
+            return whole
+        self._start()
+        return (yield from self._value(self._output.arguments))
+
+    def _value(self, sink: Sink) -> Steps[bool]:
+        """An object as it comes; a string that holds an object is unpacked; null is an empty object."""
+        parts: list[str] = []
+        direct = (yield from self._cursor.peek()) in ("{", "[")
+        whole = yield from self._cursor.json_value(sink if direct else parts.append)
+        if not direct and whole:
+            sink(_unpacked("".join(parts)))
+        return whole
+
+    def _identity(self) -> Steps[bool]:
+        parts: list[str] = []
+        whole = yield from self._cursor.json_value(parts.append)
+        self._own_id = (decode_string("".join(parts)) if whole else None) or None
+        return whole
+
+    def _start(self) -> None:
+        assert self._name is not None
+        self._cursor.recorded()
+        self._output.start(self._name, self._own_id if self._output.keeps_ids else None)
+        self._started = True
+
+    def _close(self) -> Found:
+        if not self._started:
+            if self._name is None or (self._needs_arguments and self._early is None):
+                return "text"
+            self._start()
+            self._output.arguments(self._early or "{}")
+        self._output.end()
+        return "call"
+
+    def _give_up(self) -> Found:
+        if not self._started:
+            return "text"
+        # At the end of the text this is not malformed but cut: `Output.finish` judges that.
+        self._output.abandon()
+        return "broken"
+
+
+def _unpacked(raw: str) -> str:
+    if raw == "null":
+        return "{}"
+    text = decode_string(raw)
+    if text is None:
+        return raw
+    if not text.strip():
+        return "{}"
+    try:
+        inner = json.loads(text)
+    except (ValueError, RecursionError):
+        return raw
+    return text if isinstance(inner, dict) else raw
