@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenspeed.config.flags import check, declared_flags, flag, parse_flags
+from tokenspeed.config.flags import check, declared_flags, flag, integer, json_object, number, parse_flags
+from tokenspeed.config.server_args import API, LOGS, ServerArgs
 from tokenspeed.protocol.errors import ConfigError
 
 DEFAULT_MODEL = "default"
@@ -22,8 +23,8 @@ PRECISION = "Precision"
 MEMORY = "Memory and scheduling"
 DEVICE = "Device and kernels"
 PARALLEL = "Parallelism"
-API = "HTTP API"
-LOGS = "Logs and start"
+GROUPS = (MODEL, PRECISION, MEMORY, DEVICE, PARALLEL, API, LOGS)
+"""Headings in the order of help and documentation."""
 
 _NO_RANKS = "parallelism over several ranks is not built yet"
 _NO_FP8 = "a KV cache of another precision than the activations is not built yet"
@@ -31,27 +32,8 @@ _NO_GPU_KERNELS = "its kernels need a GPU, and the CUDA engine is not built yet"
 _NO_MLA = "multi-head latent attention models are not served yet"
 
 
-def _integer(text: str) -> int:
-    return int(text)
-
-
-def _number(text: str) -> float:
-    return float(text)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
-    return value
-
-
-# argparse names the function in "invalid ... value".
-_integer.__name__, _number.__name__, _json_object.__name__ = "integer", "number", "JSON object"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineArgs:
+class EngineArgs(ServerArgs):
     """The user's wishes. None means "choose for me"; `resolve` chooses and says why.
 
     Raises:
@@ -123,7 +105,7 @@ class EngineArgs:
         "--hf-overrides",
         MODEL,
         "JSON object laid over the model's config.json, nested objects included.",
-        parse=_json_object,
+        parse=json_object,
         metavar="JSON",
     )
 
@@ -150,7 +132,7 @@ class EngineArgs:
         "--max-model-len",
         MEMORY,
         "Longest sequence, prompt and output together, in tokens.",
-        parse=_integer,
+        parse=integer,
         metavar="TOKENS",
         at_least=2,
         default_text="the model's context, or what the KV cache holds if that is less",
@@ -160,7 +142,7 @@ class EngineArgs:
         "--max-num-seqs",
         MEMORY,
         "Sequences that run at once; others wait.",
-        parse=_integer,
+        parse=integer,
         metavar="N",
         at_least=1,
         at_most=4096,
@@ -170,7 +152,7 @@ class EngineArgs:
         "--max-total-tokens",
         MEMORY,
         "Tokens that the KV cache holds, rounded down to whole pages. Not together with `--kv-cache-memory-gb`.",
-        parse=_integer,
+        parse=integer,
         metavar="TOKENS",
         at_least=2,
         default_text="by memory",
@@ -180,7 +162,7 @@ class EngineArgs:
         "--kv-cache-memory-gb",
         MEMORY,
         "Memory of the KV cache in GiB.",
-        parse=_number,
+        parse=number,
         metavar="GIB",
         at_least=0.001,
         at_most=2**16,
@@ -192,7 +174,7 @@ class EngineArgs:
         MEMORY,
         "Token budget of one step, shared by decode and prompt tokens; a longer prompt is computed in chunks. "
         "-1 turns chunking off: the budget is then `--max-model-len`.",
-        parse=_integer,
+        parse=integer,
         metavar="TOKENS",
         at_least=1,
         special=(-1,),
@@ -203,7 +185,7 @@ class EngineArgs:
         "--prefix-granularity --block-size",
         MEMORY,
         "Tokens a page of the KV cache; prefixes are shared in whole pages.",
-        parse=_integer,
+        parse=integer,
         metavar="TOKENS",
         at_least=1,
         at_most=1024,
@@ -252,7 +234,7 @@ class EngineArgs:
         "--max-queue-len",
         MEMORY,
         "Requests that may wait; more are answered 429 with Retry-After.",
-        parse=_integer,
+        parse=integer,
         metavar="N",
         at_least=1,
     )
@@ -261,7 +243,7 @@ class EngineArgs:
         "--seed",
         MEMORY,
         "Seed of dummy weights and of requests that bring none.",
-        parse=_integer,
+        parse=integer,
         metavar="N",
         at_least=0,
         at_most=2**63 - 1,
@@ -282,7 +264,7 @@ class EngineArgs:
         "--num-threads",
         DEVICE,
         "CPU threads that compute the model.",
-        parse=_integer,
+        parse=integer,
         metavar="N",
         at_least=1,
         at_most=1024,
@@ -310,7 +292,7 @@ class EngineArgs:
         "--tensor-parallel-size --tp",
         PARALLEL,
         "Ranks that share each layer. Only 1 in this version.",
-        parse=_integer,
+        parse=integer,
         metavar="N",
         at_least=1,
     )
@@ -319,7 +301,7 @@ class EngineArgs:
         "--data-parallel-size",
         PARALLEL,
         "Replicas of the model. Only 1 in this version.",
-        parse=_integer,
+        parse=integer,
         metavar="N",
         at_least=1,
     )
@@ -328,114 +310,9 @@ class EngineArgs:
         "--expert-parallel-size --ep-size",
         PARALLEL,
         "Ranks that the experts are spread over. Only 1 in this version.",
-        parse=_integer,
+        parse=integer,
         metavar="N",
         at_least=1,
-    )
-
-    # --- HTTP API --------------------------------------------------------------------------------------------------
-    host: str = flag("127.0.0.1", "--host", API, "Address to listen on; 0.0.0.0 for every network.", metavar="ADDRESS")
-    port: int = flag(
-        8000,
-        "--port",
-        API,
-        "Port to listen on; 0 takes a free one and prints it.",
-        parse=_integer,
-        metavar="PORT",
-        at_least=0,
-        at_most=65535,
-    )
-    served_model_name: tuple[str, ...] = flag(
-        (),
-        "--served-model-name",
-        API,
-        "Names that requests may use in `model`; the first is the one answered with.",
-        kind="values",
-        metavar="NAME",
-        default_text="the model as typed",
-    )
-    api_key: tuple[str, ...] = flag(
-        (),
-        "--api-key",
-        API,
-        "Keys accepted as `Authorization: Bearer KEY`.",
-        kind="values",
-        metavar="KEY",
-        is_secret=True,
-        default_text="no authentication",
-    )
-    cors_allow_origins: tuple[str, ...] = flag(
-        (),
-        "--cors-allow-origins --allowed-origins",
-        API,
-        "Web origins that may call the API from a browser; `*` for all. A JSON list is accepted too.",
-        kind="values",
-        metavar="ORIGIN",
-    )
-    max_request_mb: float = flag(
-        32.0,
-        "--max-request-mb",
-        API,
-        "Largest request body in MiB; larger ones are answered 413.",
-        parse=_number,
-        metavar="MIB",
-        at_least=0.001,
-        at_most=4096,
-    )
-    stream_interval: int = flag(
-        1,
-        "--stream-interval",
-        API,
-        "Tokens that a streamed event carries at least, the last one excepted.",
-        parse=_integer,
-        metavar="TOKENS",
-        at_least=1,
-    )
-    chat_template: str | None = flag(
-        None,
-        "--chat-template",
-        API,
-        "File with a Jinja chat template, or the template itself.",
-        metavar="FILE",
-        default_text="the model's own",
-    )
-    drain_timeout: float = flag(
-        30.0,
-        "--drain-timeout",
-        API,
-        "Seconds after SIGTERM in which running requests may finish.",
-        parse=_number,
-        metavar="SECONDS",
-        at_least=0,
-        at_most=86400,
-    )
-
-    # --- logs and start --------------------------------------------------------------------------------------------
-    log_level: str = flag(
-        "info", "--log-level", LOGS, "What is logged at least.", choices=("debug", "info", "warning", "warn", "error")
-    )
-    enable_log_requests: bool = flag(
-        False, "--enable-log-requests", LOGS, "One log line a request (without its text).", kind="on_or_off"
-    )
-    enable_metrics: bool = flag(
-        True, "--enable-metrics", LOGS, "Serve Prometheus metrics at `/metrics`.", kind="on_or_off"
-    )
-    engine_startup_timeout: float = flag(
-        1800.0,
-        "--engine-startup-timeout",
-        LOGS,
-        "Seconds that loading the model may take.",
-        parse=_number,
-        metavar="SECONDS",
-        at_least=1,
-        at_most=10**6,
-    )
-    dry_run: bool = flag(
-        False,
-        "--dry-run",
-        LOGS,
-        "Print the resolved configuration with the reason of each choice, and leave.",
-        kind="on",
     )
 
     def __post_init__(self) -> None:
@@ -450,8 +327,8 @@ class EngineArgs:
                 raise ConfigError(f"--{name} is empty; give a value or leave the flag out")
 
 
-FLAGS = declared_flags(EngineArgs)
-"""All flags, in order of declaration."""
+FLAGS = tuple(sorted(declared_flags(EngineArgs), key=lambda item: GROUPS.index(item.flag.group)))
+"""All flags, heading by heading, in order of declaration."""
 
 
 def parse_args(argv: Sequence[str], prog: str = "tokenspeed serve") -> EngineArgs:

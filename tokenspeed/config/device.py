@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from tokenspeed.config.gpu import GpuInfo, find_gpus, torch_obstacle
+
 _SYS = Path("/sys")
 _PROC = Path("/proc")
 
@@ -23,6 +25,8 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
         memory_total_bytes, memory_available_bytes: of the machine, or of the cgroup where that is less.
         cpu_name: for the log.
         cpu_flags: instruction set names as Linux spells them (`avx512_bf16`, `amx_bf16`); empty where unknown.
+        gpus: NVIDIA GPUs this process may use, in CUDA's order; empty when the engine could not use any.
+        gpu_obstacle: why `gpus` is empty, in words.
     """
 
     num_cores: int
@@ -31,6 +35,8 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory_available_bytes: int
     cpu_name: str = ""
     cpu_flags: frozenset[str] = frozenset()
+    gpus: tuple[GpuInfo, ...] = ()
+    gpu_obstacle: str | None = "no NVIDIA GPU was looked for"
 
 
 def read_device_info(sys_root: Path = _SYS, proc_root: Path = _PROC) -> DeviceInfo:
@@ -53,6 +59,9 @@ def read_device_info(sys_root: Path = _SYS, proc_root: Path = _PROC) -> DeviceIn
         limit, used = cgroup
         total, available = min(total, limit), min(available, max(0, limit - used))
     name, flags = _cpu_identity(proc_root)
+    gpus, gpu_obstacle = find_gpus(os.environ)
+    if gpus and (gpu_obstacle := torch_obstacle()) is not None:
+        gpus = ()
     return DeviceInfo(
         num_cores=num_cores,
         num_physical_cores=num_physical,
@@ -60,6 +69,8 @@ def read_device_info(sys_root: Path = _SYS, proc_root: Path = _PROC) -> DeviceIn
         memory_available_bytes=available,
         cpu_name=name,
         cpu_flags=flags,
+        gpus=gpus,
+        gpu_obstacle=gpu_obstacle,
     )
 
 

@@ -10,12 +10,35 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
 from tokenspeed.config.refused import find_refusal, refused_names
 from tokenspeed.protocol.errors import ConfigError
+
+
+def integer(text: str) -> int:
+    """`parse` of a whole number."""
+    return int(text)
+
+
+def number(text: str) -> float:
+    """`parse` of a number."""
+    return float(text)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """`parse` of a JSON object."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+# argparse names the function in "invalid ... value".
+integer.__name__, number.__name__, json_object.__name__ = "integer", "number", "JSON object"
 
 Kind = Literal["value", "values", "on", "on_or_off"]
 
