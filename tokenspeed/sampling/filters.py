@@ -134,7 +134,7 @@ def nucleus_host(weights: Tensor, need: Tensor) -> Tensor:
     """
     least = []
     for row, wanted in zip(weights.numpy(), need.tolist(), strict=True):
-        heavy = row[row > (int(row.sum()) - wanted) // len(row)]
+        heavy = row.compress(row > (int(row.sum()) - wanted) // len(row))
         heavy = np.sort(heavy)[::-1]
         least.append([heavy[np.searchsorted(heavy.cumsum(), wanted)] if heavy.size else 0])
     return torch.tensor(least, dtype=torch.int64)
