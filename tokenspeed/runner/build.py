@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
 import torch
 
 from tokenspeed.attention.interface import AttentionNeed
 from tokenspeed.attention.select import select_backend
+from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.distributed.mesh import SINGLE
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.loader.load import load_model
+from tokenspeed.models.interface import Model
 from tokenspeed.models.registry import build_model
+from tokenspeed.observability.startup import startup_phase
 from tokenspeed.quantization.select import scheme_for
 from tokenspeed.runner.kv_pool import allocate, check_capacity, size_groups
 from tokenspeed.runner.model_runner import Limits, ModelRunner
@@ -27,41 +31,18 @@ def build_runner(config: EngineConfig) -> ModelRunner:
     """
     if config.device == "cpu":
         torch.set_num_threads(config.num_threads)
-    model_config = config.model
-    device, dtype = torch.device(config.device), DTYPES[config.dtype]
-    ops, report = select_ops(Need(device, dtype))
-    need = AttentionNeed(
-        device=device.type,
-        dtype=dtype,
-        num_heads=model_config.num_heads,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        page_size=config.page_size,
-    )
-    backend, backend_report = select_backend(need, config.attention_backend, ops)
-    report += backend_report
-    scheme = scheme_for(model_config, ops)
-    report.append(f"weights: {scheme.name}")
-    model = build_model(model_config, SINGLE, scheme, ops, backend)
-    with torch.inference_mode():
-        load_model(model, config.checkpoint, model_config, seed=config.seed)
-    groups = size_groups(
-        model.cache_specs(),
-        config.page_size,
-        config.num_pages,
-        config.kv_memory_bytes or 0,
-        config.max_num_seqs * config.max_model_len,
-    )
-    check_capacity(groups, config.max_model_len)
-    pages = allocate(
-        groups,
-        model_config.num_layers,
-        model_config.num_kv_heads,
-        model_config.head_dim,
-        DTYPES[config.kv_cache_dtype],
-        device,
-    )
-    model.bind_kv(list(pages))
+    # The model is built for the context that is served: positions beyond it never come, so its tables end there.
+    model_config = msgspec.structs.replace(config.model, max_position=config.max_model_len)
+    with startup_phase("weights.target"):
+        ops, report = select_ops(Need(torch.device(config.device), DTYPES[config.dtype]))
+        backend, backend_report = select_backend(_attention_need(config), config.attention_backend, ops)
+        scheme = scheme_for(model_config, ops)
+        report += [*backend_report, f"weights: {scheme.name} ({scheme.reason})"]
+        model = build_model(model_config, SINGLE, scheme, ops, backend)
+        with torch.inference_mode():
+            load_model(model, config.checkpoint, model_config, seed=config.seed)
+    with startup_phase("kv.build"):
+        groups = _build_pool(config, model, ops.device)
     return ModelRunner(
         model,
         backend,
@@ -72,3 +53,36 @@ def build_runner(config: EngineConfig) -> ModelRunner:
         config.enforce_eager,
         report,
     )
+
+
+def _attention_need(config: EngineConfig) -> AttentionNeed:
+    return AttentionNeed(
+        device=config.device,
+        dtype=DTYPES[config.dtype],
+        num_heads=config.model.num_heads,
+        num_kv_heads=config.model.num_kv_heads,
+        head_dim=config.model.head_dim,
+        page_size=config.page_size,
+    )
+
+
+def _build_pool(config: EngineConfig, model: Model, device: torch.device) -> list[GroupSpec]:
+    """Size, allocate and bind the KV pool."""
+    groups = size_groups(
+        model.cache_specs(),
+        config.page_size,
+        config.num_pages,
+        config.kv_memory_bytes or 0,
+        config.max_num_seqs * config.max_model_len,
+    )
+    check_capacity(groups, config.max_model_len)
+    pages = allocate(
+        groups,
+        config.model.num_layers,
+        config.model.num_kv_heads,
+        config.model.head_dim,
+        DTYPES[config.kv_cache_dtype],
+        device,
+    )
+    model.bind_kv(list(pages))
+    return groups

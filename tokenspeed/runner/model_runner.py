@@ -6,7 +6,6 @@ about one model or one device (models/, kernels/).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -16,7 +15,9 @@ from tokenspeed.attention.interface import AttentionBackend
 from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.kernels.ops import Ops
 from tokenspeed.models.interface import Model
-from tokenspeed.protocol.step import Row, RowResult, StepPlan, StepResult, TokenLogprobs
+from tokenspeed.observability.startup import startup_phase
+from tokenspeed.protocol.sampling import SamplingParams
+from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprobs
 from tokenspeed.runner.device_state import DeviceState
 from tokenspeed.runner.step_graphs import StepGraphs
 from tokenspeed.sampling.logprobs import token_logprobs
@@ -58,6 +59,7 @@ class ModelRunner:
         self._sampler = Sampler(limits.max_num_seqs, vocab_size, ops.device)
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # slot -> (prompt_len, how many alternatives)
         self._graphs: StepGraphs | None = None
+        self._splits_steps = ops.recorder is not None
         if ops.recorder is not None and not enforce_eager:
             max_pages = self._state.page_table.shape[1]
             self._graphs = StepGraphs(model, backend, ops.recorder, max_pages, scratch_page * page_size)
@@ -75,19 +77,25 @@ class ModelRunner:
         return self._thread.submit(self._step, plan)
 
     def capture(self) -> None:
-        def warm() -> None:
-            if self._graphs is None:
-                self._report.append("step graphs: none, every step runs eagerly")
-            else:
-                self._report.append(self._graphs.capture(min(MAX_GRAPH_ROWS, self._limits.max_num_seqs)))
-
-        self._on_thread(warm)
+        with startup_phase("graph.capture"):
+            self._report.append(self._thread.submit(self._warm_up).result())
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
 
-    def _on_thread(self, work: Callable[[], None]) -> None:
-        self._thread.submit(work).result()
+    def _warm_up(self) -> str:
+        """Record the graphs, then run a prompt and a decode on the scratch page, so that no request pays for the first
+        use of a kernel. Returns a line for the log."""
+        report = "step graphs: none, every step runs eagerly"
+        if self._graphs is not None:
+            report = self._graphs.capture(min(MAX_GRAPH_ROWS, self._limits.max_num_seqs))
+        num_tokens = min(_WARM_UP_TOKENS, self._limits.max_model_len - 1)
+        sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
+        # An admission without pages: the whole page table of a fresh slot names the scratch page.
+        admission = Admission(0, "warm-up", 0, [0] * num_tokens, num_tokens, ([],), sampling)
+        self._step(StepPlan(-2, [admission], [Row(0, 0, num_tokens, ([],), True, False)], num_tokens))
+        self._step(StepPlan(-1, [], [Row(0, num_tokens, 1, ([],), True, True)], 1))
+        return report
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> StepResult:
@@ -103,13 +111,16 @@ class ModelRunner:
 
         num_decodes = sum(row.is_decode for row in plan.rows)
         decodes, others = plan.rows[:num_decodes], plan.rows[num_decodes:]
-        if self._graphs is not None and self._graphs.covers(num_decodes):
-            # Decode rows keep one set of kernels whatever else the step holds, so a sequence's text does not depend
-            # on who else is being prefilled.
-            logits = [self._graphs.run(self._state.gather(decodes)).float()]
-        else:
-            others, logits = plan.rows, []
+        # Where few rows have kernels of their own (which is where steps are recorded), decode rows keep to them
+        # whatever else the step holds, so that a sequence's text does not depend on who else is being prefilled.
+        if not self._splits_steps or num_decodes > MAX_GRAPH_ROWS:
+            decodes, others = [], plan.rows
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        logits: list[torch.Tensor] = []
+        if self._graphs is not None and self._graphs.covers(len(decodes)):
+            logits.append(self._graphs.run(self._state.gather(decodes)).float())
+        elif decodes:
+            logits.append(self._eager(decodes, prompt_logprobs))
         if others:
             logits.append(self._eager(others, prompt_logprobs))
         return StepResult(plan.step_id, self._sample(plan.rows, torch.cat(logits), prompt_logprobs))
@@ -165,4 +176,5 @@ class ModelRunner:
         ]
 
 
+_WARM_UP_TOKENS = 64
 _PROMPT_LOGPROB_ROWS = 256  # rows of [rows, vocab] float32 logits alive at once: 50 MB at a vocabulary of 49k
