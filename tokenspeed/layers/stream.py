@@ -50,6 +50,11 @@ class ResidualStream:
         else:
             self._left_to_add = linear(y)
 
+    def keep(self, rows: torch.Tensor) -> None:
+        """From now on the stream consists of these rows of it, [N] int64. Before the next `add`."""
+        assert self._left_to_add is None, "a sublayer starts from normed()"
+        self._x = self._x[rows]
+
     def final(self, norm: RMSNorm) -> torch.Tensor:
         """The norm of everything added so far, [T, H]."""
         if self._left_to_add is None:

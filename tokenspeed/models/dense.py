@@ -61,9 +61,19 @@ class DecoderLayer:
         """Rows up to which every linear of the layer can fuse with its neighbours."""
         return min(self.attention.max_fused_rows, self.mlp.max_fused_rows)
 
-    def __call__(self, stream: ResidualStream, positions: torch.Tensor, batch: AttentionBatch) -> None:
-        """Adds the layer's two sublayers to the stream."""
-        stream.add(self.attention.out, self.attention(stream.normed(self.input_norm), positions, batch))
+    def __call__(
+        self,
+        stream: ResidualStream,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        wanted: torch.Tensor | None = None,
+    ) -> None:
+        """Adds the layer's two sublayers to the stream; `wanted` [N] keeps those tokens alone once all attended."""
+        attended = self.attention(stream.normed(self.input_norm), positions, batch)
+        if wanted is not None:
+            attended = attended[wanted]
+            stream.keep(wanted)
+        stream.add(self.attention.out, attended)
         stream.add(self.mlp.down, self.mlp(stream.normed(self.post_norm)))
 
 
@@ -98,7 +108,7 @@ class DenseDecoder:
         self._rotary.finish()
         for part in self._parts:
             part.finish()
-        self._max_fused_rows = min((layer.max_fused_rows for layer in self._layers), default=0)
+        self._max_fused_rows = min(layer.max_fused_rows for layer in self._layers)
 
     def cache_specs(self) -> list[LayerCacheSpec]:
         """See `Model.cache_specs`."""
@@ -110,11 +120,18 @@ class DenseDecoder:
         for layer, kv in zip(self._layers, pool, strict=True):
             layer.attention.bind_kv(kv)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See `Model.forward`."""
         stream = ResidualStream(self._vocabulary.embed(token_ids), fuse=token_ids.shape[0] <= self._max_fused_rows)
-        for layer in self._layers:
+        for layer in self._layers[:-1]:
             layer(stream, positions, batch)
+        self._layers[-1](stream, positions, batch, wanted)
         return stream.final(self._norm)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

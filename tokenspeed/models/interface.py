@@ -45,10 +45,21 @@ class Model(Protocol):
         """Give each layer its part of the KV pool; entry i belongs to layer i."""
         ...
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """token_ids, positions: [T] int64 -> hidden states after the final norm, [T, hidden_size].
 
-        Writes this step's keys and values into the pool. Records into a step graph when the runner captures.
+        Writes this step's keys and values into the pool. Records into a step graph when the runner captures (without
+        `wanted`).
+
+        Args:
+            wanted: [N] int64, the tokens whose hidden states are asked for; the result is then [N, hidden_size] and the
+                last layer computes no more than those beyond its keys and values. None = all.
         """
         ...
 

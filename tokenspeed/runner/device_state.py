@@ -7,10 +7,21 @@ page_table[slot]   page of tokens [i * page_size, (i + 1) * page_size) at column
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tokenspeed.attention.interface import AttentionBatch
 from tokenspeed.protocol.step import Admission, Row
+
+
+def to_device(
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Numbers as a tensor on the device. To a GPU they travel through pinned memory, so that nobody waits for it."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 class DeviceState:
@@ -27,7 +38,7 @@ class DeviceState:
     def admit(self, admission: Admission) -> None:
         """Fill a slot with a request's known tokens and pages; forgets what was there."""
         slot = admission.slot
-        self.token_ids[slot, : len(admission.token_ids)] = torch.tensor(admission.token_ids, device=self.device)
+        self.token_ids[slot, : len(admission.token_ids)] = self._tensor(admission.token_ids)
         self._num_pages[slot] = 0
         self._append_pages(slot, admission.pages[0])
 
@@ -40,7 +51,7 @@ class DeviceState:
     def _append_pages(self, slot: int, pages: list[int]) -> None:
         start = self._num_pages[slot]
         end = start + len(pages)
-        self.page_table[slot, start:end] = torch.tensor(pages, dtype=torch.int32, device=self.device)
+        self.page_table[slot, start:end] = to_device(pages, torch.int32, self.device)
         self._num_pages[slot] = end
 
     def gather(self, rows: list[Row]) -> StepInputs:
@@ -57,8 +68,8 @@ class DeviceState:
         for length in query_lens:
             starts.append(starts[-1] + length)
         batch = AttentionBatch(
-            query_start=torch.tensor(starts, dtype=torch.int32, device=self.device),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=self.device),
+            query_start=to_device(starts, torch.int32, self.device),
+            seq_lens=to_device(seq_lens, torch.int32, self.device),
             page_table=page_table,
             slots=flat_slots,
             num_requests=len(rows),
@@ -76,12 +87,13 @@ class DeviceState:
         if all(row.num_tokens == 1 for row in rows):
             return self._tensor([row.slot for row in rows]), self._tensor([row.start for row in rows])
         lens = self._tensor([row.num_tokens for row in rows])
-        slots = torch.repeat_interleave(self._tensor([row.slot for row in rows]), lens)
+        num_tokens = sum(row.num_tokens for row in rows)
+        slots = torch.repeat_interleave(self._tensor([row.slot for row in rows]), lens, output_size=num_tokens)
         positions = torch.cat([torch.arange(row.start, row.start + row.num_tokens, device=self.device) for row in rows])
         return slots, positions
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return to_device(values, torch.int64, self.device)
 
 
 class StepInputs:

@@ -1,0 +1,265 @@
+"""The runner on a GPU: launches plans in order, never waits for the device, hands results over when they come.
+
+Two threads. The launching one turns a plan into copies and kernels on one stream; everything a step needs is either on
+the device already or travels through pinned memory. The finishing one waits for a step's event, then completes its
+future. So plan N+1 is launched while step N runs, and the token that N samples never visits the host in between.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from tokenspeed.attention.interface import AttentionBackend
+from tokenspeed.cache.spec import GroupSpec
+from tokenspeed.kernels.ops import Ops
+from tokenspeed.kernels.triton.sampling import sample_rows
+from tokenspeed.models.interface import Model
+from tokenspeed.protocol.step import Row, RowResult, StepPlan, StepResult
+from tokenspeed.runner.decode_graphs import DecodeGraphs
+from tokenspeed.runner.device_state import DeviceState, to_device
+from tokenspeed.runner.model_runner import Limits
+from tokenspeed.runner.prompt_logprobs import PendingPrompt, PromptLogprobs
+from tokenspeed.runner.slot_sampling import SlotParameters
+from tokenspeed.sampling.sampler import NAN_LOGITS, SampledBatch, Sampler
+
+NUM_STAGING = 4  # steps whose pinned buffers may be in use: two in flight, one being read, one being filled
+
+
+@dataclass(slots=True)
+class _Sampled:
+    """Tokens of some rows on their way to the host: pinned [n] int32, and what the eager sampler did instead."""
+
+    token_ids: torch.Tensor
+    eager: dict[int, int] = field(default_factory=dict)  # row -> row of `eager_batch`
+    eager_batch: SampledBatch | None = None
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step on the device: everything needed to build its result once `done` has passed."""
+
+    plan: StepPlan
+    done: torch.cuda.Event
+    parts: list[tuple[list[Row], _Sampled]]
+    prompts: dict[int, PendingPrompt]
+
+
+class CudaModelRunner:
+    """Satisfies `runner.interface.Runner`."""
+
+    def __init__(
+        self,
+        model: Model,
+        backend: AttentionBackend,
+        ops: Ops,
+        groups: list[GroupSpec],
+        limits: Limits,
+        vocab_size: int,
+        graph_sizes: Sequence[int],
+        report: list[str],
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._groups = groups
+        self._report = report
+        self._graph_sizes = graph_sizes
+        self._device = ops.device
+        scratch_page = groups[0].num_pages
+        num_slots = limits.max_num_seqs + 1  # the last is scratch: padding rows of graphs
+        self._state = DeviceState(num_slots, limits.max_model_len, groups[0].page_size, scratch_page, ops.device)
+        self._parameters = SlotParameters(num_slots, ops.device)
+        self._sampler = Sampler(num_slots, vocab_size, ops.device)
+        self._prompts = PromptLogprobs(model, self._state.token_ids)
+        self._graphs: DecodeGraphs | None = None
+        if ops.recorder is not None and graph_sizes:
+            self._graphs = DecodeGraphs(
+                model, backend, ops.recorder, self._state, self._parameters.sampling, limits.max_num_seqs
+            )
+        self._staging = [torch.empty(2, num_slots, dtype=torch.int32, pin_memory=True) for _ in range(NUM_STAGING)]
+        self._stream = torch.cuda.Stream(ops.device)  # type: ignore[no-untyped-call]
+        self._launcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner-launch")
+        self._in_flight: queue.SimpleQueue[tuple[_Launched, Future[StepResult]] | None] = queue.SimpleQueue()
+        self._finisher = threading.Thread(target=self._finish_all, name="runner-finish", daemon=True)
+        self._finisher.start()
+
+    @property
+    def groups(self) -> list[GroupSpec]:
+        return self._groups
+
+    @property
+    def report(self) -> list[str]:
+        return self._report
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        future: Future[StepResult] = Future()
+        self._launcher.submit(self._launch_into, plan, future)
+        return future
+
+    def capture(self) -> None:
+        def record() -> None:
+            if self._graphs is None:
+                self._report.append("decode graphs: none, every step runs eagerly")
+                return
+            self._graphs.capture(self._graph_sizes)
+            self._report.append(f"decode graphs: {len(self._graph_sizes)} sizes up to {max(self._graph_sizes)} rows")
+
+        self.on_device(record)
+
+    def on_device(self, work: Callable[[], None]) -> None:
+        """Run on the launching thread and stream, and wait for the device (start-up and benchmarks)."""
+
+        def run() -> None:
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                work()
+            self._stream.synchronize()
+
+        self._launcher.submit(run).result()
+
+    def close(self) -> None:
+        self._launcher.shutdown(wait=True)
+        self._in_flight.put(None)
+        self._finisher.join()
+
+    # ---- launching ------------------------------------------------------------------------------------------------
+
+    def _launch_into(self, plan: StepPlan, future: Future[StepResult]) -> None:
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                launched = self._launch(plan)
+        except BaseException as error:  # the whole step failed: the engine must know, whatever it was
+            future.set_exception(error)
+            return
+        self._in_flight.put((launched, future))
+
+    def _launch(self, plan: StepPlan) -> _Launched:
+        for admission in plan.admissions:
+            self._state.admit(admission)
+            self._sampler.admit(admission)
+            self._parameters.admit(admission)
+            self._prompts.admit(admission)
+        self._state.grow(plan.rows)
+        num_decodes = sum(row.is_decode for row in plan.rows)
+        decodes, others = plan.rows[:num_decodes], plan.rows[num_decodes:]
+        parts: list[tuple[list[Row], _Sampled]] = []
+        prompts: dict[int, PendingPrompt] = {}
+        size = self._graphs.size_for(num_decodes) if self._graphs is not None else None
+        if size is None:
+            others = plan.rows
+        else:
+            parts.append((decodes, self._replay(decodes, size, self._staging[plan.step_id % NUM_STAGING])))
+        if others:
+            sampling = [row for row in others if row.samples]
+            logits = self._eager(others, prompts)
+            if sampling:
+                parts.append((sampling, self._sample(sampling, logits)))
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(self._stream)
+        return _Launched(plan, done, parts, prompts)
+
+    def _replay(self, rows: list[Row], size: int, staging: torch.Tensor) -> _Sampled:
+        assert self._graphs is not None
+        decode = self._graphs.graph(size)
+        slots = [row.slot for row in rows]
+        pad = size - len(rows)
+        host = staging.view(-1)[: 2 * size].view(2, size)
+        numbers = host.numpy()
+        numbers[0] = slots + [self._graphs.scratch_slot] * pad
+        numbers[1] = [row.start for row in rows] + [0] * pad
+        decode.rows.copy_(host, non_blocking=True)
+        decode.graph.replay()
+        return self._to_host(rows, slots, decode.token_ids[: len(rows)], decode.logits)
+
+    def _eager(self, rows: list[Row], prompts: dict[int, PendingPrompt]) -> torch.Tensor:
+        """Forward of any rows; logits [n, V] float32 of those that sample."""
+        inputs = self._state.gather(rows)
+        self._backend.plan(inputs.batch)
+        last, end = [], 0
+        for row in rows:
+            end += row.num_tokens
+            if row.samples:
+                last.append(end - 1)
+        wanted = to_device(last, torch.int64, self._device)
+        if not any(self._prompts.wants(row.slot) for row in rows):
+            hidden = self._model.forward(inputs.token_ids, inputs.positions, inputs.batch, wanted)
+            return self._model.logits(hidden)
+        hidden = self._model.forward(inputs.token_ids, inputs.positions, inputs.batch)
+        end = 0
+        for row in rows:
+            if self._prompts.wants(row.slot):
+                prompts[row.slot] = self._prompts.launch(row, hidden[end : end + row.num_tokens])
+            end += row.num_tokens
+        return self._model.logits(hidden[wanted])
+
+    def _sample(self, rows: list[Row], logits: torch.Tensor) -> _Sampled:
+        slots = [row.slot for row in rows]
+        positions = to_device([row.start + row.num_tokens for row in rows], torch.int64, self._device)
+        where = to_device(slots, torch.int32, self._device)
+        token_ids = sample_rows(logits, where, positions, self._parameters.sampling, self._state.token_ids)
+        return self._to_host(rows, slots, token_ids, logits)
+
+    def _to_host(self, rows: list[Row], slots: list[int], token_ids: torch.Tensor, logits: torch.Tensor) -> _Sampled:
+        """Start the copy of sampled tokens; redo the rows that the graph could not sample by itself."""
+        host = torch.empty(len(rows), dtype=torch.int32, pin_memory=True)
+        host.copy_(token_ids, non_blocking=True)
+        eager = self._parameters.eager_rows(slots)
+        if not eager:
+            return _Sampled(host)
+        mine = [rows[row] for row in eager]
+        positions = [row.start + row.num_tokens for row in mine]
+        index = to_device(eager, torch.int64, self._device)
+        batch = self._sampler.sample(logits[index], [row.slot for row in mine], positions)
+        where = to_device([[row.slot for row in mine], positions], torch.int64, self._device)
+        self._state.append_sampled(where[0], where[1], batch.token_ids)
+        return _Sampled(host, {row: order for order, row in enumerate(eager)}, batch)
+
+    # ---- finishing ------------------------------------------------------------------------------------------------
+
+    def _finish_all(self) -> None:
+        while (item := self._in_flight.get()) is not None:
+            launched, future = item
+            try:
+                launched.done.synchronize()
+                with torch.inference_mode(), torch.cuda.stream(self._finish_stream()):
+                    result = self._result(launched)
+            except BaseException as error:  # as above: never leave a future without an end
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+    def _finish_stream(self) -> torch.cuda.Stream:
+        """Conversions of finished results wait for nothing that was launched since."""
+        return torch.cuda.default_stream(self._device)
+
+    def _result(self, launched: _Launched) -> StepResult:
+        found: dict[int, RowResult] = {}
+        prompts = {slot: pending.finish() for slot, pending in launched.prompts.items()}
+        for rows, sampled in launched.parts:
+            eager = sampled.eager_batch.finish() if sampled.eager_batch is not None else []
+            for index, (row, token_id) in enumerate(zip(rows, sampled.token_ids.tolist(), strict=True)):
+                order = sampled.eager.get(index)
+                if order is not None:
+                    outcome = eager[order]
+                    found[row.slot] = RowResult(
+                        slot=row.slot,
+                        token_ids=[] if outcome.error else [outcome.token_id],
+                        logprobs=[outcome.logprobs] if outcome.logprobs else [],
+                        prompt_logprobs=prompts.get(row.slot, []),
+                        error=outcome.error,
+                    )
+                elif token_id < 0:
+                    found[row.slot] = RowResult(row.slot, [], error=NAN_LOGITS)
+                else:
+                    found[row.slot] = RowResult(row.slot, [token_id], prompt_logprobs=prompts.get(row.slot, []))
+        return StepResult(
+            launched.plan.step_id,
+            [
+                found.get(row.slot) or RowResult(row.slot, [], prompt_logprobs=prompts.get(row.slot, []))
+                for row in launched.plan.rows
+            ],
+        )
