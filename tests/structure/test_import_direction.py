@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "tokenspeed"
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("__main__", "__init__"),
     ("cli",),
-    ("server",),
+    ("server", "bench"),
     ("engine",),
     ("scheduler", "runner"),
     ("loader",),
@@ -38,7 +38,7 @@ ALLOWED = {("kernels/", "tokenspeed.attention.interface")}  # the attention op t
 # Rooms that start and test in milliseconds. In engine/, the two files that run a model themselves may have torch.
 TORCH_FREE_ROOMS = ("cli", "server", "scheduler", "text", "cache", "config", "checkpoint", "protocol", "observability")
 ENGINE_WITH_TORCH = {"engine/process.py", "engine/llm.py"}
-CUDA_ROOMS = ("runner", "kernels", "distributed")
+CUDA_ROOMS = ("runner", "kernels", "distributed", "bench")  # a benchmark measures the device itself
 
 
 def sources() -> list[Path]:

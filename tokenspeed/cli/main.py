@@ -22,6 +22,7 @@ EXIT_INTERRUPTED = 130
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("tokenspeed.cli.serve", "serve a model over an OpenAI-compatible HTTP API"),
     "chat": ("tokenspeed.cli.chat", "chat with a running server in the terminal"),
+    "bench": ("tokenspeed.cli.bench", "measure a server, the engine or single kernels"),
     "env": ("tokenspeed.cli.env", "report this machine and the installed packages"),
     "version": ("tokenspeed.cli.version", "print the version"),
 }
