@@ -32,6 +32,6 @@ def build(config):
 
 if __name__ == "__main__":
     order = read_order(sys.argv[1])
-    tie_to_parent(order.parent_pid)
+    tie_to_parent(order.parent_pid, sys.argv[1])
     assert "torch" not in sys.modules
     sys.exit(run_engine(IpcEngineEnd(sys.argv[1]), order.config, build, order.parent_pid))

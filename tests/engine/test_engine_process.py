@@ -128,17 +128,20 @@ def test_the_engine_dies_with_its_server() -> None:
     script = (
         "import sys, time; sys.path.insert(0, sys.argv[1])\n"
         "from test_engine_process import start, wait_ready\n"
-        "engine = start(); wait_ready(engine, 30.0); print(engine.pid, flush=True); time.sleep(60)\n"
+        "engine = start(); wait_ready(engine, 30.0)\n"
+        "print(engine.pid, engine._ipc.directory, flush=True); time.sleep(60)\n"
     )
     server = subprocess.Popen([sys.executable, "-c", script, str(HERE)], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
-    pid = int(server.stdout.readline())
-    os.kill(pid, 0)
+    word, directory = server.stdout.readline().split()
+    pid = int(word)
+    assert _is_running(pid) and os.path.isdir(directory)
     server.kill()
     server.wait()
     server.stdout.close()
     for _ in range(1000):
         if not _is_running(pid):
+            assert not os.path.exists(directory)
             return
         time.sleep(0.01)
     raise AssertionError("the engine outlived its server by ten seconds")

@@ -20,7 +20,7 @@ class EngineEnd(Protocol):
 
     def receive(self, timeout_s: float | None) -> list[ToEngine]:
         """Every message that has arrived, oldest first. When there is none, waits up to `timeout_s` seconds for the
-        first one (0 = not at all, None = for ever), asleep; then the list may be empty."""
+        first one (0 = not at all, None = for ever), asleep. The list may be empty."""
         ...
 
     def send(self, message: FromEngine) -> None:
@@ -37,7 +37,7 @@ class ClientEnd(Protocol):
 
     def receive(self, timeout_s: float | None = None) -> list[FromEngine]:
         """Every message that has arrived, oldest first. When there is none, sleeps until there is one, for at most
-        `timeout_s` seconds (None = for ever). Empty after a timeout and after `wake`."""
+        `timeout_s` seconds (None = for ever). Empty after a timeout, a `wake`, or nothing but broken messages."""
         ...
 
     def send(self, message: ToEngine) -> None:

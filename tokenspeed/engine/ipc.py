@@ -133,8 +133,10 @@ def _address(directory: str, name: str) -> str:
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """A socket that queues without limit: what waits is bounded by the requests admitted, and dropping is no option."""
+    """A socket that queues without limit: what waits is bounded by the requests admitted, and dropping is no option.
+    The linger lets an end that nobody closed be collected, which would otherwise wait for ever for its reader."""
     socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     return socket

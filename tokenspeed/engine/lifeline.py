@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import sys
 from types import FrameType
@@ -42,8 +43,8 @@ def read_order(directory: str) -> Order:
         return msgspec.msgpack.decode(file.read(), type=Order)
 
 
-def tie_to_parent(parent_pid: int) -> None:
-    """Exit when the parent does; until then ignore SIGINT and SIGTERM. Main thread only.
+def tie_to_parent(parent_pid: int, directory: str) -> None:
+    """Exit when the parent does and remove what it left; until then ignore SIGINT and SIGTERM. Main thread only.
 
     Linux sends SIGTERM when the *thread* that started this process ends, so the handler asks whether the whole parent
     is gone. Elsewhere the loop's own look at `os.getppid` does the work.
@@ -51,11 +52,11 @@ def tie_to_parent(parent_pid: int) -> None:
 
     def end_orphan(number: int, frame: FrameType | None) -> None:
         if os.getppid() != parent_pid:
+            shutil.rmtree(directory, ignore_errors=True)
             os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end_orphan)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the line above
-        os._exit(1)
+    os.kill(os.getpid(), signal.SIGTERM)  # it may have died before the line above: ask the handler once

@@ -7,24 +7,24 @@ Imports torch, through `runner.build`.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import secrets
 import threading
 from collections.abc import Coroutine, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
 
-from tokenspeed.checkpoint.resolve import resolve_checkpoint
-from tokenspeed.config.args import API, DEFAULT_MODEL, LOGS, EngineArgs
+from tokenspeed.checkpoint.resolve import resolve_checkpoint, resolve_tokenizer
+from tokenspeed.config.args import DEFAULT_MODEL, EngineArgs
 from tokenspeed.config.device import read_device_info
 from tokenspeed.config.engine import EngineConfig
-from tokenspeed.config.flags import declared_flags
 from tokenspeed.config.model import read_model_config
 from tokenspeed.config.resolve import LONGER_CONTEXT_VARIABLE, resolve
+from tokenspeed.config.server_args import ServerArgs
 from tokenspeed.engine.admission import check_request
 from tokenspeed.engine.client import AsyncEngineClient
 from tokenspeed.engine.connect import start_local_engine
@@ -187,11 +187,7 @@ class LLM:
         ]
         for request in requests:
             check_request(request, self._client.model_config.vocab_size, self._client.max_model_len)
-        results = self._wait(self._gather(texts, requests))
-        if not self._client.is_alive:
-            errors = [output.error for result in results for output in result.outputs if output.error is not None]
-            raise EngineDead(errors[0] if errors else "the engine died")
-        return results
+        return self._wait(self._gather(texts, requests))
 
     async def _gather(self, texts: list[str | None], requests: list[GenerationRequest]) -> list[RequestOutput]:
         room = asyncio.Semaphore(MAX_SUBMITTED)
@@ -202,7 +198,13 @@ class LLM:
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(*pair)) for pair in zip(texts, requests, strict=True)]
-        return [task.result() for task in tasks]
+        results = [task.result() for task in tasks]
+        if any(output.error is not None for result in results for output in result.outputs):
+            # Was it a prompt, or the engine? A dying engine ends its sequences before it says that it dies.
+            is_alive, error = await self._client.command("ping")
+            if not is_alive:
+                raise EngineDead(error)
+        return results
 
     async def _one(self, text: str | None, request: GenerationRequest) -> RequestOutput:
         sampling = request.sampling
@@ -245,12 +247,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _refuse_foreign(options: dict[str, Any]) -> None:
     """Options that do not exist or would have no effect here."""
-    known = {declared.field_name: declared.flag.group for declared in declared_flags(EngineArgs)}
+    known = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
+    server = {field.name for field in dataclasses.fields(ServerArgs)} - {"chat_template"} | {"max_queue_len"}
     for name in options:
-        if name not in known or name == "model":
+        if name not in known:
             raise ConfigError(f"LLM has no option {name!r}; see the fields of EngineArgs")
-        serves_only = known[name] in (API, LOGS) or name == "max_queue_len"
-        if serves_only and name != "chat_template":
+        if name in server:
             raise ConfigError(f"{name} concerns only the server; leave it out of LLM(...)")
 
 
@@ -264,11 +266,8 @@ def configure(args: EngineArgs) -> EngineConfig:
         args.model, revision=args.revision, download_dir=args.download_dir, load_format=args.load_format
     )
     if args.tokenizer is not None:
-        place = args.tokenizer
-        if not Path(place).exists():
-            other = resolve_checkpoint(place, revision=None, download_dir=args.download_dir, load_format="dummy")
-            place = other.tokenizer_path
-        checkpoint = msgspec.structs.replace(checkpoint, tokenizer_path=place)
+        path = resolve_tokenizer(args.tokenizer, download_dir=args.download_dir)
+        checkpoint = msgspec.structs.replace(checkpoint, tokenizer_path=path)
     config, _ = resolve(
         args,
         checkpoint,

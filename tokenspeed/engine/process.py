@@ -19,7 +19,7 @@ def main() -> int:
     """Run the engine whose order lies in the directory named by the first argument; returns the exit code."""
     directory = sys.argv[1]
     order = read_order(directory)
-    tie_to_parent(order.parent_pid)
+    tie_to_parent(order.parent_pid, directory)
     configure_logging(order.log_level, "engine")
     return run_engine(IpcEngineEnd(directory), order.config, build_runner, order.parent_pid)
 
