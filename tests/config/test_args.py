@@ -75,6 +75,7 @@ def test_every_field_can_be_set():
         "max_num_seqs": 3,
         "max_total_tokens": 4096,
         "kv_cache_memory_gb": 1.5,
+        "gpu_memory_utilization": 0.5,
         "chunked_prefill_size": 64,
         "prefix_granularity": 32,
         "enable_prefix_caching": False,
@@ -88,6 +89,9 @@ def test_every_field_can_be_set():
         "num_threads": 1,
         "attention_backend": "paged",
         "enforce_eager": True,
+        "cudagraph_capture_sizes": (1, 8),
+        "max_cudagraph_capture_size": 8,
+        "disable_cuda_graph_padding": True,
         "tensor_parallel_size": 1,
         "data_parallel_size": 1,
         "expert_parallel_size": 1,
@@ -115,7 +119,7 @@ def test_every_field_can_be_set():
             continue
         argv.append(item.flag.names[-1])
         if isinstance(value, tuple):
-            argv += value
+            argv += map(str, value)
         else:
             argv.append('{"rope_theta": 5.0}' if item.field_name == "hf_overrides" else str(value))
     assert parse_args(argv) == EngineArgs(**values)
@@ -170,16 +174,18 @@ def test_origins_as_json_list():
         (["--kv-cache-memory-gb", "inf"], ["--kv-cache-memory-gb is inf"]),
         (["--max-model-len", "1"], ["--max-model-len is 1", "at least 2"]),
         (["--schedule-policy", "lifo"], ["'lifo'", "fifo, priority", "did you mean fifo?"]),
-        (["--device", "cuda"], ["--device cuda", "CUDA engine is not built yet", "auto, cpu"]),
+        (["--device", "rocm"], ["--device rocm", "AMD GPUs", "auto, cpu, cuda"]),
+        (["--cudagraph-capture-sizes", "8", "0"], ["--cudagraph-capture-sizes is 0", "at least 1"]),
+        (["--gpu-memory-utilization", "88"], ["--gpu-memory-utilization is 88", "between 0.01 and 1"]),
         (["--load-format", "pt"], ["pickle", "safetensors"]),
         (["--kv-cache-dtype", "fp8"], ["fp8", "not built yet"]),
-        (["--attention-backend", "fa3"], ["fa3", "GPU", "auto, paged"]),
+        (["--attention-backend", "fa3"], ["fa3", "no adapter", "auto, paged"]),
         (["--tp", "2"], ["--tensor-parallel-size is 2", "not built yet", "use 1"]),
         (["--data-parallel-size", "2"], ["--data-parallel-size is 2"]),
         (["--ep-size", "2"], ["--expert-parallel-size is 2"]),
         (["--max-num-batched-tokens", "8192"], ["--max-num-batched-tokens", "--chunked-prefill-size"]),
         (["--max-num-batched-tokens=8192"], ["known flag --max-num-batched-tokens (", "--chunked-prefill-size"]),
-        (["--gpu-memory-utilization", "0.9"], ["--kv-cache-memory-gb"]),
+        (["--mem-fraction-static", "0.9"], ["--gpu-memory-utilization"]),
         (["--no-enable-chunked-prefill"], ["known flag --no-enable-chunked-prefill", "-1"]),
         (["--swap-space", "4"], ["recomputed"]),
         (["--speculative-config", "{}"], ["speculative decoding is not built yet"]),

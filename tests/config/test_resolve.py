@@ -255,6 +255,8 @@ def test_no_wish_is_ignored():
     """Every flag changes the result, except those that act before resolve (finding and reading files, ending early)."""
     acts_elsewhere = {
         "model", "tokenizer", "revision", "download_dir", "hf_overrides", "engine_startup_timeout", "dry_run",
+        "gpu_memory_utilization", "cudagraph_capture_sizes", "max_cudagraph_capture_size",  # see test_resolve_gpu.py
+        "disable_cuda_graph_padding",
         "kv_cache_dtype", "tensor_parallel_size", "data_parallel_size", "expert_parallel_size",  # one value only
     }  # fmt: skip
     other = {

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenspeed.config.flags import check, declared_flags, flag, integer, json_object, number, parse_flags
-from tokenspeed.config.server_args import API, LOGS, ServerArgs
+from tokenspeed.config.server_args import API as API
+from tokenspeed.config.server_args import LOGS as LOGS
+from tokenspeed.config.server_args import ServerArgs
 from tokenspeed.protocol.errors import ConfigError
 
 DEFAULT_MODEL = "default"
@@ -28,7 +30,7 @@ GROUPS = (MODEL, PRECISION, MEMORY, DEVICE, PARALLEL, API, LOGS)
 
 _NO_RANKS = "parallelism over several ranks is not built yet"
 _NO_FP8 = "a KV cache of another precision than the activations is not built yet"
-_NO_GPU_KERNELS = "its kernels need a GPU, and the CUDA engine is not built yet"
+_NO_ADAPTER = "there is no adapter for it yet; `paged` uses our own Triton kernels on a GPU"
 _NO_MLA = "multi-head latent attention models are not served yet"
 
 
@@ -114,7 +116,7 @@ class EngineArgs(ServerArgs):
         "auto",
         "--dtype",
         PRECISION,
-        "Precision of activations. `half` is float16, `float` is float32. float16 is refused on a CPU.",
+        "Precision of activations. `half` is float16, `float` is float32. float16 needs a GPU.",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )
     kv_cache_dtype: str = flag(
@@ -135,7 +137,7 @@ class EngineArgs(ServerArgs):
         parse=integer,
         metavar="TOKENS",
         at_least=2,
-        default_text="the model's context, or what the KV cache holds if that is less",
+        default_text="the model's context; on a CPU what the KV cache holds if that is less",
     )
     max_num_seqs: int = flag(
         160,
@@ -161,12 +163,24 @@ class EngineArgs(ServerArgs):
         None,
         "--kv-cache-memory-gb",
         MEMORY,
-        "Memory of the KV cache in GiB.",
+        "Memory of the KV cache in GiB, on the device.",
         parse=number,
         metavar="GIB",
         at_least=0.001,
         at_most=2**16,
-        default_text="25 % of the memory available at start, at most 4 GiB",
+        default_text="on a CPU 25 % of the memory available at start, at most 4 GiB; on a GPU what is left",
+    )
+    gpu_memory_utilization: float | None = flag(
+        None,
+        "--gpu-memory-utilization",
+        MEMORY,
+        "Share of a GPU's memory for weights, activations and KV cache together.",
+        parse=number,
+        metavar="SHARE",
+        at_least=0.01,
+        at_most=1,
+        default_text="0.88; with 2 ranks 0.87, 4 ranks 0.95, 8 ranks 0.81, 16 ranks 0.79",
+        only_on="cuda",
     )
     chunked_prefill_size: int | None = flag(
         None,
@@ -178,7 +192,7 @@ class EngineArgs(ServerArgs):
         metavar="TOKENS",
         at_least=1,
         special=(-1,),
-        default_text="512 on a CPU",
+        default_text="512 on a CPU, 8192 on a GPU",
     )
     prefix_granularity: int | None = flag(
         None,
@@ -189,7 +203,7 @@ class EngineArgs(ServerArgs):
         metavar="TOKENS",
         at_least=1,
         at_most=1024,
-        default_text="16 on a CPU",
+        default_text="16 on a CPU, 64 on a GPU",
     )
     enable_prefix_caching: bool = flag(
         True,
@@ -255,9 +269,9 @@ class EngineArgs(ServerArgs):
         "auto",
         "--device",
         DEVICE,
-        "Where the model runs.",
-        choices=("auto", "cpu"),
-        refused_choices={"cuda": "the CUDA engine is not built yet", "rocm": "AMD GPUs are not supported yet"},
+        "Where the model runs. `auto` takes an NVIDIA GPU of compute capability 8.0 or later, else the CPU.",
+        choices=("auto", "cpu", "cuda"),
+        refused_choices={"rocm": "AMD GPUs are not supported yet"},
     )
     num_threads: int | None = flag(
         None,
@@ -269,6 +283,7 @@ class EngineArgs(ServerArgs):
         at_least=1,
         at_most=1024,
         default_text="physical cores that this process may use",
+        only_on="cpu",
     )
     attention_backend: str = flag(
         "auto",
@@ -277,13 +292,45 @@ class EngineArgs(ServerArgs):
         "Attention kernels. `paged` runs on every device; `auto` takes the best that can serve the model.",
         choices=("auto", "paged"),
         refused_choices={
-            **{name: _NO_GPU_KERNELS for name in ("mha", "fa3", "fa4", "triton", "flashinfer", "trtllm")},
+            **{name: _NO_ADAPTER for name in ("mha", "fa3", "fa4", "triton", "flashinfer", "trtllm")},
             **{name: _NO_MLA for name in ("mla", "trtllm_mla", "flashmla", "tokenspeed_mla")},
             "hybrid_linear_attn": "hybrid linear-attention models are not served yet",
         },
     )
     enforce_eager: bool = flag(
         False, "--enforce-eager", DEVICE, "Do not record steps; run operation by operation.", kind="on"
+    )
+    cudagraph_capture_sizes: tuple[int, ...] = flag(
+        (),
+        "--cudagraph-capture-sizes",
+        DEVICE,
+        "Decode batch sizes that are recorded as CUDA graphs; others are padded to the next one. Sizes above "
+        "`--max-num-seqs` or `--max-cudagraph-capture-size` are dropped.",
+        kind="values",
+        parse=integer,
+        metavar="ROWS",
+        at_least=1,
+        default_text="1 2 4 8, then steps of 8, and of an eighth above 128",
+        only_on="cuda",
+    )
+    max_cudagraph_capture_size: int | None = flag(
+        None,
+        "--max-cudagraph-capture-size",
+        DEVICE,
+        "Largest decode batch that is recorded; larger ones run operation by operation.",
+        parse=integer,
+        metavar="ROWS",
+        at_least=1,
+        default_text="`--max-num-seqs`, at most 512",
+        only_on="cuda",
+    )
+    disable_cuda_graph_padding: bool = flag(
+        False,
+        "--disable-cuda-graph-padding",
+        DEVICE,
+        "Replay a CUDA graph only for exactly its batch size.",
+        kind="on",
+        only_on="cuda",
     )
 
     # --- parallelism -----------------------------------------------------------------------------------------------
@@ -347,9 +394,9 @@ def parse_args(argv: Sequence[str], prog: str = "tokenspeed serve") -> EngineArg
         )
     if positionals:
         values["model"] = positionals[0]
-    for name in ("served_model_name", "api_key", "cors_allow_origins"):
-        if name in values:
-            values[name] = tuple(values[name])
+    for item in FLAGS:
+        if item.flag.kind == "values" and item.field_name in values:
+            values[item.field_name] = tuple(values[item.field_name])
     if "cors_allow_origins" in values:
         values["cors_allow_origins"] = _origins(values["cors_allow_origins"])
     return EngineArgs(**values)

@@ -26,9 +26,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         load_format: safetensors, gguf or dummy.
         device: cpu or cuda. dtype: activations and KV cache.
         page_size: tokens a page.
-        num_pages: pages of the KV pool, or None = what kv_memory_bytes holds.
+        num_pages: pages of the KV pool, or None = what kv_memory_bytes holds; both None on a GPU = what is left there.
         max_num_batched_tokens: the token budget of one step (`--chunked-prefill-size`).
-        num_threads: CPU threads of the runner.
+        num_threads: CPU threads of the runner; with a GPU, processes that compile kernels at start.
+        gpu_memory_utilization: share of the GPU's memory that the engine may use; None on a CPU.
+        capture_sizes: decode batch sizes recorded as CUDA graphs, ascending; empty on a CPU and when eager.
+        pad_graphs: a batch between two of these sizes is padded to the next one.
         skip_tokenizer_init: the client works in token ids only.
         choices: automatic choices with reasons.
     """
@@ -53,6 +56,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     seed: int
     max_queue_len: int
+    gpu_memory_utilization: float | None = None
+    capture_sizes: tuple[int, ...] = ()
+    pad_graphs: bool = True
     trust_remote_code: bool = False
     skip_tokenizer_init: bool = False
     choices: tuple[Choice, ...] = ()

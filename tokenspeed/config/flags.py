@@ -61,6 +61,7 @@ class Flag:
         default_text: the default in words, where it is chosen automatically.
         is_exclusive: giving both the flag and its `--no-` twin is an error (otherwise the last one counts).
         is_secret: never printed.
+        only_on: the kind of device that the flag has a meaning on; None = any.
     """
 
     names: tuple[str, ...]
@@ -77,6 +78,7 @@ class Flag:
     default_text: str | None = None
     is_exclusive: bool = False
     is_secret: bool = False
+    only_on: Literal["cpu", "cuda"] | None = None
 
     @property
     def off_names(self) -> tuple[str, ...]:
@@ -122,6 +124,7 @@ def flag(
     default_text: str | None = None,
     is_exclusive: bool = False,
     is_secret: bool = False,
+    only_on: Literal["cpu", "cuda"] | None = None,
 ) -> Any:
     """A dataclass field that is a flag. `names` are separated by spaces; the rest are the fields of `Flag`."""
     about = Flag(
@@ -139,6 +142,7 @@ def flag(
         default_text=default_text,
         is_exclusive=is_exclusive,
         is_secret=is_secret,
+        only_on=only_on,
     )
     return dataclasses.field(default=default, metadata={"flag": about})
 
@@ -148,6 +152,10 @@ def check(declared: Declared, value: Any) -> None:
     flag = declared.flag
     name = flag.names[0]
     if value is None:
+        return
+    if isinstance(value, tuple):
+        for each in value:
+            check(declared, each)
         return
     if flag.choices and value not in flag.choices:
         allowed = ", ".join(flag.choices)

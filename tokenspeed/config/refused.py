@@ -148,11 +148,7 @@ _MEMORY = (
         ("--enable-chunked-prefill", "chunked prefill in vLLM's spelling"),
     ),
     *_all(
-        "the CPU engine has no GPU memory; use --kv-cache-memory-gb for the size of the KV cache",
-        ("--gpu-memory-utilization", "share of GPU memory"),
-    ),
-    *_all(
-        "use --kv-cache-memory-gb, in GiB, for the size of the KV cache",
+        "use --kv-cache-memory-gb, in GiB, for the size of the KV cache, or --gpu-memory-utilization",
         ("--kv-cache-memory-bytes --kv-cache-memory", "size of the KV cache in bytes"),
         ("--num-gpu-blocks-override", "pages of the KV cache"),
         ("--mem-fraction-static", "share of memory for weights and KV cache"),
@@ -194,10 +190,7 @@ _MEMORY = (
 
 _GRAPHS = (
     *_all(
-        "step graphs belong to the CUDA engine, which is not built yet; leave the flag out",
-        ("--disable-cuda-graph-padding", "graphs at exact batch sizes only"),
-        ("--max-cudagraph-capture-size", "largest recorded batch"),
-        ("--cudagraph-capture-sizes", "recorded batch sizes"),
+        "graphs are recorded for decode steps only, without such settings; leave the flag out",
         ("--enable-cudagraph-gc", "garbage collection while recording"),
         ("--disable-cudagraph-memory-reserve", "no memory set aside for graphs"),
         ("--disable-prefill-graph", "no graphs for prefill"),
@@ -340,7 +333,7 @@ _LOGS = (
         "NaN logits always end only the request that has them; leave the flag out",
         ("--enable-nan-detection", "abort of requests with NaN logits"),
     ),
-    *_all("NVTX ranges belong to the CUDA engine, which is not built yet", ("--enable-nvtx", "profiler ranges")),
+    *_all("profiler ranges are not built yet; leave the flag out", ("--enable-nvtx", "profiler ranges")),
     *_all(
         "TLS is not built in; put a reverse proxy in front",
         ("--ssl-keyfile --ssl-certfile --ssl-ca-certs", "TLS of the HTTP server"),

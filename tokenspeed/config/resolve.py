@@ -6,21 +6,22 @@ left open becomes a `Choice` with its reason. Whatever cannot work is refused he
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from tokenspeed.checkpoint.checkpoint import Checkpoint
-from tokenspeed.config.args import EngineArgs
+from tokenspeed.config.args import FLAGS, EngineArgs
 from tokenspeed.config.device import DeviceInfo
 from tokenspeed.config.engine import Choice, EngineConfig
+from tokenspeed.config.gpu_choices import capture_sizes, memory_utilization, usable_gpu
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.config.server import ServerConfig
 from tokenspeed.protocol.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Kind = Literal["cpu", "cuda"]
 
 GIB = 2**30
-CPU_CHUNK_TOKENS = 512
-CPU_PAGE_TOKENS = 16
 KV_MEMORY_SHARE = 0.25
 KV_MEMORY_LIMIT_BYTES = 4 * GIB
 LONGER_CONTEXT_VARIABLE = "TOKENSPEED_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
@@ -39,6 +40,32 @@ _LOG_LEVELS: dict[str, Literal["debug", "info", "warning", "error"]] = {
     "warning": "warning",
     "warn": "warning",
     "error": "error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Usual:
+    """What a kind of device usually takes, with reasons."""
+
+    page_tokens: int
+    page_reason: str
+    chunk_tokens: int
+    chunk_reason: str
+
+
+_USUAL: dict[Kind, _Usual] = {
+    "cpu": _Usual(
+        16,
+        "short pages share more of a prefix and leave less room unused at the end of a sequence",
+        512,
+        "enough rows for the matrix units of a CPU; in a larger step, running streams wait longer",
+    ),
+    "cuda": _Usual(
+        64,
+        "one page is one tile of the attention kernels",
+        8192,
+        "enough rows for the matrix units of a GPU; in a larger step, running streams wait longer",
+    ),
 }
 
 
@@ -65,26 +92,28 @@ def resolve(
     """
     choices: list[Choice] = []
     load_format = _load_format(args, checkpoint, choices)
-    if args.device == "auto":
-        choices.append(Choice("--device", "cpu", "the CUDA engine is not built yet"))
-    dtype = _dtype(args, model, device, choices)
+    kind = _device(args, device, choices)
+    _refuse_flags_of_other_devices(args, kind)
+    usual = _USUAL[kind]
+    dtype = _dtype(args, model, device, choices) if kind == "cpu" else _gpu_dtype(args, model, choices)
     if args.kv_cache_dtype == "auto":
         choices.append(Choice("--kv-cache-dtype", dtype, "that of the activations"))
-    page_size = _page_size(args, choices)
-    num_pages, kv_memory_bytes = _kv_size(args, device, page_size, choices)
+    page_size = _page_size(args, usual, choices)
+    utilization = memory_utilization(args, choices) if kind == "cuda" else None
+    num_pages, kv_memory_bytes = _kv_size(args, device, kind, page_size, choices)
     token_bytes = kv_bytes_per_token(model, dtype)
-    capacity = num_pages * page_size if num_pages is not None else _pages_in(kv_memory_bytes, page_size, token_bytes)
+    capacity = _capacity(num_pages, kv_memory_bytes, page_size, token_bytes)
     max_model_len = _max_model_len(args, model, capacity, token_bytes, allow_longer_context, choices)
     engine = EngineConfig(
         model=model,
         checkpoint=checkpoint,
         load_format=load_format,
-        device="cpu",
+        device=kind,
         dtype=dtype,
         kv_cache_dtype=dtype,
         max_model_len=max_model_len,
         max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=_token_budget(args, max_model_len, choices),
+        max_num_batched_tokens=_token_budget(args, usual, max_model_len, choices),
         page_size=page_size,
         num_pages=num_pages,
         kv_memory_bytes=kv_memory_bytes,
@@ -93,7 +122,10 @@ def resolve(
         enforce_eager=args.enforce_eager,
         schedule_policy="priority" if args.schedule_policy == "priority" else "fifo",
         attention_backend=args.attention_backend,
-        num_threads=_num_threads(args, device, choices),
+        num_threads=_num_threads(args, device, choices) if kind == "cpu" else device.num_physical_cores,
+        gpu_memory_utilization=utilization,
+        capture_sizes=capture_sizes(args, choices) if kind == "cuda" else (),
+        pad_graphs=not args.disable_cuda_graph_padding,
         seed=_seed(args, drawn_seed, choices),
         max_queue_len=args.max_queue_len,
         trust_remote_code=args.trust_remote_code,
@@ -106,6 +138,38 @@ def resolve(
 def kv_bytes_per_token(model: ModelConfig, dtype: str) -> int:
     """Keys and values of one token in all layers of a model with full attention, in bytes."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * _DTYPE_BYTES[dtype]
+
+
+def _device(args: EngineArgs, device: DeviceInfo, choices: list[Choice]) -> Kind:
+    """
+    Raises:
+        ConfigError: `--device cuda` without a GPU that will do. Names what is missing.
+    """
+    if args.device == "cpu":
+        return "cpu"
+    gpu, about = usable_gpu(device)
+    if args.device == "cuda" and gpu is None:
+        raise ConfigError(f"--device cuda cannot be had: {about}; remedy that, or use --device cpu")
+    kind: Kind = "cpu" if gpu is None else "cuda"
+    if args.device == "auto":
+        choices.append(Choice("--device", kind, about))
+    return kind
+
+
+def _refuse_flags_of_other_devices(args: EngineArgs, kind: Kind) -> None:
+    """
+    Raises:
+        ConfigError: a flag that means nothing on this kind of device.
+    """
+    for item in FLAGS:
+        only_on = item.flag.only_on
+        if only_on is None or only_on == kind or getattr(args, item.field_name) == item.default:
+            continue
+        here, there = ("on a CPU", "a GPU") if kind == "cpu" else ("on a GPU", "the CPU")
+        raise ConfigError(
+            f"{item.flag.names[0]} concerns only {there}, and the model runs {here}; leave it out, or use "
+            f"--device {only_on}"
+        )
 
 
 def _load_format(
@@ -149,18 +213,32 @@ def _dtype(args: EngineArgs, model: ModelConfig, device: DeviceInfo, choices: li
     return dtype
 
 
-def _page_size(args: EngineArgs, choices: list[Choice]) -> int:
+def _gpu_dtype(args: EngineArgs, model: ModelConfig, choices: list[Choice]) -> Dtype:
+    """The checkpoint's own. A float32 checkpoint stays float32 (the contract's float16 would lose range that nobody
+    agreed to lose); the reason says what is faster."""
+    if args.dtype != "auto":
+        return _DTYPES[args.dtype]
+    if model.qtype is not None:
+        dtype, reason = "bfloat16", f"{model.qtype} weights, dequantized"
+    else:
+        dtype, reason = model.dtype, f"the checkpoint is {model.dtype}"
+    if dtype == "float32":
+        reason += "; --dtype bfloat16 halves the bytes and uses the fused kernels"
+    choices.append(Choice("--dtype", dtype, reason))
+    return _DTYPES[dtype]
+
+
+def _page_size(args: EngineArgs, usual: _Usual, choices: list[Choice]) -> int:
     if args.prefix_granularity is not None:
         return args.prefix_granularity
-    reason = "short pages share more of a prefix and leave less room unused at the end of a sequence"
-    choices.append(Choice("--prefix-granularity", str(CPU_PAGE_TOKENS), reason))
-    return CPU_PAGE_TOKENS
+    choices.append(Choice("--prefix-granularity", str(usual.page_tokens), usual.page_reason))
+    return usual.page_tokens
 
 
 def _kv_size(
-    args: EngineArgs, device: DeviceInfo, page_size: int, choices: list[Choice]
+    args: EngineArgs, device: DeviceInfo, kind: Kind, page_size: int, choices: list[Choice]
 ) -> tuple[int | None, int | None]:
-    """(pages, None) when given in tokens, else (None, bytes)."""
+    """(pages, None) when given in tokens, (None, bytes), or (None, None) for what a GPU has left after a warm-up."""
     if args.max_total_tokens is not None:
         if args.kv_cache_memory_gb is not None:
             raise ConfigError(
@@ -176,12 +254,17 @@ def _kv_size(
         return num_pages, None
     if args.kv_cache_memory_gb is not None:
         wanted = int(args.kv_cache_memory_gb * GIB)
-        if wanted > device.memory_available_bytes:
+        there = device.memory_available_bytes if kind == "cpu" else device.gpus[0].memory_total_bytes
+        if wanted > there:
             raise ConfigError(
-                f"--kv-cache-memory-gb is {args.kv_cache_memory_gb:g}, but only "
-                f"{device.memory_available_bytes / GIB:.1f} GiB are available; lower it or free memory"
+                f"--kv-cache-memory-gb is {args.kv_cache_memory_gb:g}, but only {there / GIB:.1f} GiB "
+                f"{'are available' if kind == 'cpu' else 'are in the GPU'}; lower it or free memory"
             )
         return None, wanted
+    if kind == "cuda":
+        reason = "the share of --gpu-memory-utilization less weights, activations and graphs, as measured at start"
+        choices.append(Choice("--kv-cache-memory-gb", "what is left", reason))
+        return None, None
     share = int(device.memory_available_bytes * KV_MEMORY_SHARE)
     size = min(share, KV_MEMORY_LIMIT_BYTES)
     available = f"{device.memory_available_bytes / GIB:.1f} GiB available"
@@ -190,20 +273,23 @@ def _kv_size(
     return None, size
 
 
-def _pages_in(kv_memory_bytes: int | None, page_size: int, token_bytes: int) -> int:
-    """Tokens in the whole pages that the memory holds."""
-    return (kv_memory_bytes or 0) // (page_size * token_bytes) * page_size
+def _capacity(num_pages: int | None, kv_memory_bytes: int | None, page_size: int, token_bytes: int) -> int | None:
+    """Tokens in the whole pages that the pool holds; None where only the start will tell."""
+    if num_pages is not None:
+        return num_pages * page_size
+    return None if kv_memory_bytes is None else kv_memory_bytes // (page_size * token_bytes) * page_size
 
 
 def _max_model_len(
     args: EngineArgs,
     model: ModelConfig,
-    capacity: int,
+    capacity: int | None,
     token_bytes: int,
     allow_longer_context: bool,
     choices: list[Choice],
 ) -> int:
-    """A sequence of full length must fit into the pool alone, or it could wait forever."""
+    """A sequence of full length must fit into the pool alone, or it could wait forever. Where the pool's size is not
+    known yet, the runner checks it."""
     wanted = args.max_model_len
     if wanted is not None and wanted > model.max_position and not allow_longer_context:
         raise ConfigError(
@@ -211,18 +297,18 @@ def _max_model_len(
             f"the context with --hf-overrides (rope_scaling), or set {LONGER_CONTEXT_VARIABLE}=1 if you accept wrong "
             "text beyond the context"
         )
-    if capacity < 2:
+    if capacity is not None and capacity < 2:
         raise ConfigError(
             f"the KV cache would hold {capacity} tokens ({token_bytes} bytes a token); raise --kv-cache-memory-gb"
         )
     if wanted is not None:
-        if wanted > capacity:
+        if capacity is not None and wanted > capacity:
             raise ConfigError(
                 f"--max-model-len is {wanted}, but the KV cache holds {capacity} tokens ({token_bytes} bytes a token); "
                 f"lower it to {capacity}, or raise --max-total-tokens or --kv-cache-memory-gb"
             )
         return wanted
-    if capacity < model.max_position:
+    if capacity is not None and capacity < model.max_position:
         reason = f"the KV cache holds no more; the model could take {model.max_position}"
         choices.append(Choice("--max-model-len", str(capacity), reason))
         return capacity
@@ -230,7 +316,7 @@ def _max_model_len(
     return model.max_position
 
 
-def _token_budget(args: EngineArgs, max_model_len: int, choices: list[Choice]) -> int:
+def _token_budget(args: EngineArgs, usual: _Usual, max_model_len: int, choices: list[Choice]) -> int:
     size = args.chunked_prefill_size
     if size == -1:
         reason = "--chunked-prefill-size -1: a prompt that runs alone is never split"
@@ -238,9 +324,8 @@ def _token_budget(args: EngineArgs, max_model_len: int, choices: list[Choice]) -
         return max_model_len
     if size is not None:
         return size
-    reason = "enough rows for the matrix units of a CPU; in a larger step, running streams wait longer"
-    choices.append(Choice("--chunked-prefill-size", str(CPU_CHUNK_TOKENS), reason))
-    return CPU_CHUNK_TOKENS
+    choices.append(Choice("--chunked-prefill-size", str(usual.chunk_tokens), usual.chunk_reason))
+    return usual.chunk_tokens
 
 
 def _skip_tokenizer(args: EngineArgs) -> bool:

@@ -1,0 +1,190 @@
+"""resolve with a GPU: its defaults, what is refused on either device, and which batch sizes are recorded."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tokenspeed.checkpoint.checkpoint import Checkpoint
+from tokenspeed.config.args import EngineArgs
+from tokenspeed.config.device import DeviceInfo
+from tokenspeed.config.engine import EngineConfig
+from tokenspeed.config.gpu import GpuInfo
+from tokenspeed.config.gpu_choices import capture_ladder, exact_ladder, memory_utilization
+from tokenspeed.config.model import ModelConfig, RopeConfig
+from tokenspeed.config.resolve import resolve
+from tokenspeed.protocol.errors import ConfigError
+
+GIB = 2**30
+CHECKPOINT = Checkpoint(name="m", format="safetensors", config_path="/c", weight_files=("/w",), tokenizer_path="/t")
+MODEL = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    max_position=40960,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(),
+    dtype="bfloat16",
+)
+GPU = GpuInfo(name="NVIDIA H200", memory_total_bytes=140 * GIB, compute_capability=(9, 0), uuid="GPU-1")
+CPU_ONLY = DeviceInfo(
+    num_cores=16,
+    num_physical_cores=8,
+    memory_total_bytes=64 * GIB,
+    memory_available_bytes=60 * GIB,
+    gpu_obstacle="no NVIDIA driver was found",
+)
+H200 = msgspec.structs.replace(CPU_ONLY, gpus=(GPU,), gpu_obstacle=None)
+
+
+def engine(args=None, device=H200, model=MODEL) -> EngineConfig:
+    return resolve(args or EngineArgs(), CHECKPOINT, model, device)[0]
+
+
+def refused(args: EngineArgs, device=H200) -> str:
+    with pytest.raises(ConfigError) as raised:
+        engine(args, device)
+    return str(raised.value)
+
+
+def reason(config: EngineConfig, name: str) -> str:
+    (choice,) = [choice for choice in config.choices if choice.name == name]
+    return f"{choice.value}: {choice.reason}"
+
+
+def test_the_defaults_of_an_h200():
+    config = engine()
+    assert (config.device, config.dtype, config.kv_cache_dtype) == ("cuda", "bfloat16", "bfloat16")
+    assert (config.page_size, config.max_num_batched_tokens, config.max_num_seqs) == (64, 8192, 160)
+    assert (config.num_pages, config.kv_memory_bytes, config.gpu_memory_utilization) == (None, None, 0.88)
+    assert (config.max_model_len, config.pad_graphs, config.num_threads) == (40960, True, 8)
+    assert config.capture_sizes == (*(1, 2, 4), *range(8, 129, 8), 144, 160)
+    assert "NVIDIA H200, 140 GiB, compute capability 9.0" in reason(config, "--device")
+    assert all(choice.value and choice.reason for choice in config.choices)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
+
+
+def test_without_a_gpu_auto_is_the_cpu_and_says_why():
+    config = engine(device=CPU_ONLY)
+    assert (config.device, config.gpu_memory_utilization, config.capture_sizes) == ("cpu", None, ())
+    assert "no NVIDIA driver" in reason(config, "--device")
+
+
+def test_cuda_without_a_gpu_names_what_is_missing():
+    message = refused(EngineArgs(device="cuda"), CPU_ONLY)
+    assert "no NVIDIA driver was found" in message and "--device cpu" in message
+
+
+def test_an_old_gpu_is_not_used():
+    old = msgspec.structs.replace(GPU, name="Tesla T4", compute_capability=(7, 5))
+    device = msgspec.structs.replace(H200, gpus=(old,))
+    assert engine(device=device).device == "cpu"
+    assert "Tesla T4 has compute capability 7.5" in refused(EngineArgs(device="cuda"), device)
+
+
+def test_the_cpu_can_be_asked_for_beside_a_gpu():
+    config = engine(EngineArgs(device="cpu"))
+    assert (config.device, config.page_size) == ("cpu", 16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "qtype", "chosen"),
+    [
+        ("bfloat16", None, "bfloat16"),
+        ("float16", None, "float16"),
+        ("float32", None, "float32"),
+        ("bfloat16", "Q4_1", "bfloat16"),
+    ],
+)
+def test_dtype_is_the_checkpoints(dtype, qtype, chosen):
+    config = engine(model=msgspec.structs.replace(MODEL, dtype=dtype, qtype=qtype))
+    assert config.dtype == chosen
+    assert ("--dtype bfloat16" in reason(config, "--dtype")) == (chosen == "float32")
+
+
+@pytest.mark.parametrize(("asked", "chosen"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_dtype_as_asked(asked, chosen):
+    assert engine(EngineArgs(dtype=asked)).dtype == chosen
+
+
+@pytest.mark.parametrize(
+    ("args", "device", "parts"),
+    [
+        (EngineArgs(gpu_memory_utilization=0.5), CPU_ONLY, ["--gpu-memory-utilization", "GPU", "--device cuda"]),
+        (EngineArgs(cudagraph_capture_sizes=(1,)), CPU_ONLY, ["--cudagraph-capture-sizes", "on a CPU"]),
+        (EngineArgs(max_cudagraph_capture_size=4), CPU_ONLY, ["--max-cudagraph-capture-size"]),
+        (EngineArgs(disable_cuda_graph_padding=True), CPU_ONLY, ["--disable-cuda-graph-padding"]),
+        (EngineArgs(num_threads=2), H200, ["--num-threads", "on a GPU", "--device cpu"]),
+        (EngineArgs(kv_cache_memory_gb=141), H200, ["141", "140.0 GiB", "in the GPU"]),
+        (EngineArgs(max_total_tokens=640, max_model_len=641), H200, ["641", "640 tokens"]),
+        (EngineArgs(enforce_eager=True, cudagraph_capture_sizes=(1,)), H200, ["together with --enforce-eager"]),
+        (EngineArgs(enforce_eager=True, max_cudagraph_capture_size=8), H200, ["--max-cudagraph-capture-size"]),
+        (EngineArgs(enforce_eager=True, disable_cuda_graph_padding=True), H200, ["--disable-cuda-graph-padding"]),
+        (EngineArgs(cudagraph_capture_sizes=(200,)), H200, ["no size up to 160", "--max-num-seqs 160"]),
+    ],
+)
+def test_refused_by_name_with_a_remedy(args, device, parts):
+    message = refused(args, device)
+    for part in parts:
+        assert part in message, message
+
+
+def test_no_wish_is_ignored_on_a_gpu():
+    default = engine()
+    for name, value in {
+        "gpu_memory_utilization": 0.5,
+        "cudagraph_capture_sizes": (1, 2),
+        "max_cudagraph_capture_size": 8,
+        "disable_cuda_graph_padding": True,
+        "enforce_eager": True,
+        "max_total_tokens": 64000,
+        "kv_cache_memory_gb": 2.0,
+        "device": "cpu",
+    }.items():
+        assert engine(EngineArgs(**{name: value})) != default, name
+
+
+def test_sizes_of_the_pool_as_given():
+    assert engine(EngineArgs(kv_cache_memory_gb=9)).kv_memory_bytes == 9 * GIB
+    assert engine(EngineArgs(max_total_tokens=64 * 1000)).num_pages == 1000
+
+
+def test_capture_sizes_are_filtered_and_said():
+    config = engine(EngineArgs(cudagraph_capture_sizes=(8, 1, 8, 512), max_num_seqs=64))
+    assert config.capture_sizes == (1, 8)
+    assert "without 512" in reason(config, "--cudagraph-capture-sizes")
+    assert engine(EngineArgs(max_cudagraph_capture_size=12)).capture_sizes == (1, 2, 4, 8, 12)
+    assert engine(EngineArgs(max_num_seqs=3)).capture_sizes == (1, 2, 3)
+    assert max(engine(EngineArgs(max_num_seqs=4000)).capture_sizes) == 512
+    assert engine(EngineArgs(enforce_eager=True)).capture_sizes == ()
+
+
+def test_exact_sizes_without_padding():
+    config = engine(EngineArgs(disable_cuda_graph_padding=True))
+    assert config.capture_sizes == (*range(1, 33), 64, 96, 128, 160)
+    assert not config.pad_graphs
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 8, 9, 64, 100, 160, 256, 511, 512])
+def test_the_ladder_pads_little_and_ends_at_the_limit(limit):
+    sizes = capture_ladder(limit)
+    assert sizes[-1] == limit and list(sizes) == sorted(set(sizes))
+    for rows in range(1, limit + 1):
+        padded = min(size for size in sizes if size >= rows)
+        assert padded - rows < max(8, rows / 8 + 1)
+    assert exact_ladder(limit)[-1] == limit
+
+
+def test_memory_share_by_ranks():
+    """Several ranks cannot be asked for yet, so the table is looked at with a stand-in."""
+    shares = {}
+    for ranks in (1, 2, 3, 4, 8, 16, 32):
+        args = EngineArgs()
+        object.__setattr__(args, "tensor_parallel_size", ranks)
+        shares[ranks] = memory_utilization(args, [])
+    assert shares == {1: 0.88, 2: 0.87, 3: 0.87, 4: 0.95, 8: 0.81, 16: 0.79, 32: 0.79}

@@ -1,0 +1,105 @@
+"""What a GPU makes of the wishes: which GPU will do, its share of memory, the batch sizes that are recorded."""
+
+from __future__ import annotations
+
+from tokenspeed.config.args import EngineArgs
+from tokenspeed.config.device import DeviceInfo
+from tokenspeed.config.engine import Choice
+from tokenspeed.config.gpu import GpuInfo
+from tokenspeed.protocol.errors import ConfigError
+
+GIB = 2**30
+MIN_CAPABILITY = (8, 0)
+MAX_GRAPH_ROWS = 512
+"""Above so many rows a step is bound by arithmetic, and launches no longer show."""
+
+
+def usable_gpu(device: DeviceInfo) -> tuple[GpuInfo | None, str]:
+    """The GPU that a single rank runs on, with a description of it; or None and what is missing."""
+    if not device.gpus:
+        return None, device.gpu_obstacle or "no GPU was found"
+    gpu = device.gpus[0]
+    if gpu.compute_capability < MIN_CAPABILITY:
+        have, need = _dotted(gpu.compute_capability), _dotted(MIN_CAPABILITY)
+        return None, f"{gpu.name} has compute capability {have}, and the kernels need {need}"
+    return (
+        gpu,
+        f"{gpu.name}, {gpu.memory_total_bytes / GIB:.0f} GiB, compute capability {_dotted(gpu.compute_capability)}",
+    )
+
+
+def memory_utilization(args: EngineArgs, choices: list[Choice]) -> float:
+    """The share of a GPU's memory that the engine may use, by the number of ranks as in the public contract: ranks
+    that share layers need room for communication."""
+    if args.gpu_memory_utilization is not None:
+        return args.gpu_memory_utilization
+    ranks = args.tensor_parallel_size * args.data_parallel_size
+    share = next(share for least, share in ((16, 0.79), (8, 0.81), (4, 0.95), (2, 0.87), (1, 0.88)) if ranks >= least)
+    choices.append(Choice("--gpu-memory-utilization", f"{share:g}", f"the default for {ranks} rank{'s' * (ranks > 1)}"))
+    return share
+
+
+def capture_sizes(args: EngineArgs, choices: list[Choice]) -> tuple[int, ...]:
+    """Decode batch sizes whose steps are recorded, ascending; empty with `--enforce-eager`.
+
+    Raises:
+        ConfigError: sizes together with `--enforce-eager`, or none that can occur.
+    """
+    given = args.cudagraph_capture_sizes
+    if args.enforce_eager:
+        for name, is_given in (
+            ("--cudagraph-capture-sizes", bool(given)),
+            ("--max-cudagraph-capture-size", args.max_cudagraph_capture_size is not None),
+            ("--disable-cuda-graph-padding", args.disable_cuda_graph_padding),
+        ):
+            if is_given:
+                raise ConfigError(f"{name} was given together with --enforce-eager, with which no step is recorded")
+        return ()
+    largest = args.max_cudagraph_capture_size
+    if largest is None:
+        largest = min(args.max_num_seqs, max(given)) if given else min(args.max_num_seqs, MAX_GRAPH_ROWS)
+        choices.append(Choice("--max-cudagraph-capture-size", str(largest), "no larger batch gains by being recorded"))
+    limit = min(largest, args.max_num_seqs)
+    if not given:
+        sizes = exact_ladder(limit) if args.disable_cuda_graph_padding else capture_ladder(limit)
+        reason = "exact sizes" if args.disable_cuda_graph_padding else "at most 7 rows, or 1/8, of padding above 8 rows"
+        choices.append(Choice("--cudagraph-capture-sizes", _shown(sizes), reason))
+        return sizes
+    kept = tuple(sorted({size for size in given if size <= limit}))
+    dropped = tuple(sorted({size for size in given if size > limit}))
+    if not kept:
+        raise ConfigError(
+            f"--cudagraph-capture-sizes has no size up to {limit} (--max-num-seqs {args.max_num_seqs}, "
+            f"--max-cudagraph-capture-size {largest}); add smaller ones, or use --enforce-eager"
+        )
+    if dropped:
+        reason = f"without {_shown(dropped)}: batches never exceed {limit} here"
+        choices.append(Choice("--cudagraph-capture-sizes", _shown(kept), reason))
+    return kept
+
+
+def capture_ladder(limit: int) -> tuple[int, ...]:
+    """1 2 4 8 16 24 ... 128 144 ... 256 288 ... and `limit`: steps of 1/8 of the power of two below, at least 8.
+
+    Up to 64 rows a step is bound by the bytes of the weights, so rows of padding are nearly free there.
+    """
+    sizes = [size for size in (1, 2, 4) if size <= limit]
+    size = 8
+    while size < limit:
+        sizes.append(size)
+        size += max(8, (1 << (size.bit_length() - 1)) // 8)
+    return tuple(sorted({*sizes, limit}))
+
+
+def exact_ladder(limit: int) -> tuple[int, ...]:
+    """Without padding: every size to 32, then by 32 to 256, then by 64; and `limit` itself."""
+    sizes = [*range(1, 33), *range(64, 257, 32), *range(320, limit, 64)]
+    return tuple(sorted({size for size in sizes if size <= limit} | {limit}))
+
+
+def _shown(sizes: tuple[int, ...]) -> str:
+    return " ".join(map(str, sizes))
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
