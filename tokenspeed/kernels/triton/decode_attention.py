@@ -83,7 +83,7 @@ def _decode_kernel(
         where = slots[:, None] * token_stride + kv_head * HEAD_DIM + dims[None, :]
         mask = live[:, None] & in_head[None, :]
         k = tl.load(k_ptr + where, mask=mask, other=0.0).to(q.dtype)
-        logits = tl.dot(q, tl.trans(k)) * scale
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if logit_cap > 0:
             ratio = logits / logit_cap
             logits = logit_cap * (2.0 / (1.0 + tl.exp(-2.0 * ratio)) - 1.0)
@@ -97,7 +97,7 @@ def _decode_kernel(
         carry = tl.exp(best - safe)
         total = total * carry + tl.sum(weights, axis=1)
         v = tl.load(v_ptr + where, mask=mask, other=0.0).to(q.dtype)
-        acc = acc * carry[:, None] + tl.dot(weights.to(q.dtype), v)
+        acc = acc * carry[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
         best = new_best
 
     row = request.to(tl.int64) * NUM_KV_HEADS + kv_head

@@ -57,7 +57,7 @@ def _attend(
         k = tl.load(k_ptr + where, mask=inside, other=0.0).to(q.dtype)
     else:
         k = tl.load(k_ptr + where).to(q.dtype)
-    logits = tl.dot(q, tl.trans(k)) * scale
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if logit_cap > 0:
         ratio = logits / (logit_cap * LOG2_E)
         logits = logit_cap * LOG2_E * (2.0 / (1.0 + tl.exp(-2.0 * ratio)) - 1.0)
@@ -75,7 +75,7 @@ def _attend(
         v = tl.load(v_ptr + where, mask=inside, other=0.0).to(q.dtype)
     else:
         v = tl.load(v_ptr + where).to(q.dtype)
-    acc = tl.dot(weights.to(q.dtype), v, acc * carry[:, None])
+    acc = tl.dot(weights.to(q.dtype), v, acc * carry[:, None], input_precision="ieee")
     return acc, total, new_best
 
 
