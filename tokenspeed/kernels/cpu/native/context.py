@@ -25,9 +25,9 @@ from tokenspeed.kernels.registry import REQUIRED, Implementation, Need, discover
 
 RANK = 10
 NAME = "native_cpu"
-MAX_LINEAR_ROWS = 16
-"""Above this torch's AMX matmul wins (measured: docs/decisions/002-native-cpu-kernels.md)."""
-MAX_BLOCK_ROWS = 16
+MAX_LINEAR_ROWS = 8
+MAX_BLOCK_ROWS = 24
+"""Above these torch's AMX matmul on the dense weight wins (measured: docs/decisions/002-native-cpu-kernels.md)."""
 MAX_ATTENTION_ROWS = 64
 MAX_HEAD_DIM = 512
 MAX_COUNTERS = 1 << 16
@@ -151,10 +151,10 @@ class NativeContext:
         return out
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See `ops.Linear`. In a tape any number of rows, eagerly up to `MAX_LINEAR_ROWS`."""
+        """See `ops.Linear`. Up to `MAX_LINEAR_ROWS` rows: a tape of dense weights is not made where it would lose."""
         rows, in_features = x.shape
-        if not _plain(x, weight, bias) or (self._tape() is None and rows > MAX_LINEAR_ROWS):
-            return self._other("linear", "contiguous bfloat16", x, weight, bias)
+        if not _plain(x, weight, bias) or rows > MAX_LINEAR_ROWS:
+            return self._other("linear", f"contiguous bfloat16, up to {MAX_LINEAR_ROWS} rows", x, weight, bias)
         out = self._empty((rows, weight.shape[0]), BF16)
         self._do(Op.LINEAR, (rows, in_features, weight.shape[0]), (x, weight, bias, out))
         return out
