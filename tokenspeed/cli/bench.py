@@ -13,6 +13,7 @@ from tokenspeed.protocol.errors import ConfigError
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "offline": ("tokenspeed.bench.offline", "decode and prefill speed of an engine in this process"),
+    "kernels": ("tokenspeed.bench.kernels", "every implementation of every operation, at a model's shapes"),
 }
 """Name -> (module with `run`, one line of help)."""
 

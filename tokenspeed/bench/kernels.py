@@ -1,0 +1,279 @@
+"""`tokenspeed bench kernels`: every implementation of every operation of the registry, at the shapes of a model.
+
+CUDA: the calls of a case are captured in one graph, and its replay is timed. CPU: the fastest of several rounds. Each
+row shows bytes and operations a second beside the time that the device needs for them at its measured ceilings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tokenspeed import __version__
+from tokenspeed.bench.arguments import counts, integer, parse_all
+from tokenspeed.bench.device import Ceilings, best_s, measure_ceilings
+from tokenspeed.bench.kernel_cases import Call, Case, NotTimed, Setting, cases
+from tokenspeed.checkpoint.resolve import resolve_checkpoint
+from tokenspeed.config.device import read_device_info
+from tokenspeed.config.flags import check, declared_flags, flag
+from tokenspeed.config.model import read_model_config
+from tokenspeed.kernels.ops import Recorder
+from tokenspeed.kernels.registry import OPTIONAL, REQUIRED, Implementation, Need, discover
+from tokenspeed.protocol.errors import ConfigError
+
+PROG = "tokenspeed bench kernels"
+_ABOUT = "Times every implementation of the kernel registry at the shapes of a model, beside the device's bound."
+_WHAT = "What is timed"
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+OPS = tuple(op for op in REQUIRED + OPTIONAL if op != "recorder")
+MIN_CALLS = 16
+"""Calls in a round at least, so that the clock's and the launch's own cost vanish."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelArgs:
+    """See each flag's help.
+
+    Raises:
+        ConfigError: on construction, for a value outside a flag's limits.
+    """
+
+    model_config: str = flag(
+        "default", "--model-config", _WHAT, "A config.json, a model's folder, .gguf file or hub id; only its shapes.",
+        metavar="FILE",
+    )  # fmt: skip
+    ops: str | None = flag(
+        None, "--ops", _WHAT, f"Operations, separated by commas: {', '.join(OPS)}.", metavar="OP,OP,...",
+        default_text="all",
+    )  # fmt: skip
+    device: str = flag("auto", "--device", _WHAT, "Where they run.", choices=("auto", "cpu", "cuda"))
+    dtype: str = flag("bfloat16", "--dtype", _WHAT, "Of weights and activations.", choices=tuple(DTYPES))
+    rows: tuple[int, ...] = flag(
+        (1, 4, 16, 64, 256), "--rows", _WHAT, "Decode rows; `none` for none.", parse=counts, metavar="N,N,...",
+        default_text="1,4,16,64,256",
+    )  # fmt: skip
+    prefill: tuple[int, ...] = flag(
+        (1024,), "--prefill", _WHAT, "Tokens of a prompt; `none` for none.", parse=counts, metavar="N,N,...",
+        default_text="1024",
+    )  # fmt: skip
+    context: int = flag(
+        1024, "--context", _WHAT, "Tokens that a decoding request has.", parse=integer, metavar="TOKENS", at_least=1
+    )
+    page_size: int = flag(
+        16, "--page-size", _WHAT, "Tokens a page of the KV cache.", parse=integer, metavar="TOKENS", at_least=1
+    )
+    repeats: int = flag(5, "--repeats", _WHAT, "Rounds; the fastest counts.", parse=integer, metavar="N", at_least=1)
+    num_threads: int | None = flag(
+        None, "--num-threads", _WHAT, "CPU threads.", parse=integer, metavar="N", at_least=1,
+        default_text="physical cores that this process may use",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        for declared in declared_flags(KernelArgs):
+            check(declared, getattr(self, declared.field_name))
+
+    def chosen_ops(self) -> tuple[str, ...]:
+        """
+        Raises:
+            ConfigError: an operation that the registry does not have.
+        """
+        if self.ops is None:
+            return OPS
+        names = tuple(self.ops.split(","))
+        for name in names:
+            if name not in OPS:
+                raise ConfigError(f"--ops has {name!r}, the operations are: {', '.join(OPS)}")
+        return names
+
+
+@dataclass(slots=True)
+class KernelRow:
+    """One implementation at one shape. `method`: graph, eager (on CUDA, where it could not be captured) or cpu."""
+
+    op: str
+    shape: str
+    rows: int
+    implementation: str
+    is_chosen: bool
+    method: Literal["graph", "eager", "cpu"]
+    time_us: float
+    gb_per_s: float
+    tflop_per_s: float
+    bound_us: float
+    of_bound: float
+
+
+@dataclass(slots=True, kw_only=True)
+class KernelReport:
+    """The JSON line. `not_timed`: operation, implementation, and the reason."""
+
+    benchmark: str = "kernels"
+    version: str = __version__
+    model: str
+    device: str
+    dtype: str
+    bytes_per_s: float
+    flop_per_s: float
+    rows: list[KernelRow] = field(default_factory=list)
+    not_timed: list[str] = field(default_factory=list)
+
+
+@torch.inference_mode()
+def run(argv: Sequence[str]) -> int:
+    """Measure, print a table, then one JSON line.
+
+    Raises:
+        ConfigError, CheckpointError: for the user, in one line.
+    """
+    args = KernelArgs(**parse_all(declared_flags(KernelArgs), argv, PROG, _ABOUT))
+    ops = args.chosen_ops()
+    checkpoint = resolve_checkpoint(args.model_config, load_format="dummy")
+    config = read_model_config(checkpoint)
+    device, info = _device(args.device), read_device_info()
+    if device.type == "cpu":
+        torch.set_num_threads(args.num_threads or info.num_physical_cores)
+    torch.manual_seed(0)
+    need = Need(device, DTYPES[args.dtype])
+    setting = Setting(config, device, need.dtype, args.rows, args.prefill, args.context, args.page_size)
+    ceilings = measure_ceilings(device, need.dtype, info.cpu_name)
+    report = KernelReport(
+        model=checkpoint.name,
+        device=ceilings.device,
+        dtype=args.dtype,
+        bytes_per_s=ceilings.bytes_per_s,
+        flop_per_s=ceilings.flop_per_s,
+    )
+    timer = Timer(need, args.repeats)
+    for op in ops:
+        measure_op(op, setting, need, timer, ceilings, report)
+    show(report)
+    return 0
+
+
+def _device(choice: str) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if choice == "cuda" and not has_cuda:
+        raise ConfigError("--device is cuda, but torch finds no GPU here; use --device cpu")
+    return torch.device("cuda" if choice == "cuda" or (choice == "auto" and has_cuda) else "cpu")
+
+
+class Timer:
+    """Times calls on one device; see the module."""
+
+    def __init__(self, need: Need, repeats: int) -> None:
+        self._device = need.device
+        self._repeats = repeats
+        self._recorder: Recorder | None = None
+        if need.device.type == "cuda":
+            able = [found for found in discover() if found.op == "recorder" and found.why_not(need) is None]
+            self._recorder = able[0].make(need) if able else None
+
+    def time_s(self, calls: list[Call]) -> tuple[float, Literal["graph", "eager", "cpu"]]:
+        """Seconds a call, and how that was measured."""
+        calls = calls * -(-MIN_CALLS // len(calls))
+
+        def once() -> None:
+            for call in calls:
+                call()
+
+        if self._device.type == "cpu":
+            return best_s(once, self._device, self._repeats) / len(calls), "cpu"
+        once()
+        if self._recorder is not None:
+            try:
+                with self._recorder.record() as graph:
+                    once()
+            except RuntimeError:
+                torch.cuda.synchronize()  # an implementation that asks the host cannot be captured
+            else:
+                return best_s(graph.replay, self._device, self._repeats) / len(calls), "graph"
+        return best_s(once, self._device, self._repeats) / len(calls), "eager"
+
+
+def measure_op(op: str, setting: Setting, need: Need, timer: Timer, ceilings: Ceilings, report: KernelReport) -> None:
+    """Time all implementations of one operation; adds to `report`."""
+    found = cases(setting, op)
+    if found is None:
+        report.not_timed.append(f"{op}: no shapes are declared for it (bench/kernel_cases.py)")
+        return
+    able: list[Implementation] = []
+    for implementation in discover():
+        if implementation.op == op:
+            reason = implementation.why_not(need)
+            if reason is None:
+                able.append(implementation)
+            else:
+                report.not_timed.append(f"{op} {implementation.name}: {reason}")
+    callables = [implementation.make(need) for implementation in able]
+    for case in found:
+        for place, (implementation, made) in enumerate(zip(able, callables, strict=True)):
+            try:
+                time_s, method = timer.time_s(case.make(made))
+            except NotTimed as reason:
+                line = f"{op} {implementation.name}, {case.rows} rows: {reason}"
+                if line not in report.not_timed:
+                    report.not_timed.append(line)
+                continue
+            report.rows.append(_row(case, implementation.name, place == 0, method, time_s, ceilings))
+
+
+def _row(
+    case: Case,
+    name: str,
+    is_chosen: bool,
+    method: Literal["graph", "eager", "cpu"],
+    time_s: float,
+    ceilings: Ceilings,
+) -> KernelRow:
+    bound_s = max(case.num_bytes / ceilings.bytes_per_s, case.flop / ceilings.flop_per_s)
+    return KernelRow(
+        op=case.op,
+        shape=case.shape,
+        rows=case.rows,
+        implementation=name,
+        is_chosen=is_chosen,
+        method=method,
+        time_us=time_s * 1e6,
+        gb_per_s=case.num_bytes / time_s / 1e9,
+        tflop_per_s=case.flop / time_s / 1e12,
+        bound_us=bound_s * 1e6,
+        of_bound=bound_s / time_s,
+    )
+
+
+def show(report: KernelReport) -> None:
+    """Print it; the last line is JSON."""
+    table = Table(title=f"{report.model}, {report.dtype}, {report.device} (* = the registry's choice)")
+    for column in ("op", "shape", "rows", "implementation"):
+        table.add_column(column)
+    for column in ("us", "GB/s", "TFLOP/s", "bound us", "of bound"):
+        table.add_column(column, justify="right")
+    for row in report.rows:
+        mark = " *" if row.is_chosen else ""
+        note = " (eager)" if row.method == "eager" else ""
+        table.add_row(
+            row.op,
+            row.shape,
+            str(row.rows),
+            row.implementation + mark + note,
+            f"{row.time_us:.2f}",
+            f"{row.gb_per_s:.1f}",
+            f"{row.tflop_per_s:.3f}" if row.tflop_per_s else "-",
+            f"{row.bound_us:.2f}",
+            f"{row.of_bound:.0%}",
+        )
+    console = Console(width=140)
+    console.print(table)
+    for line in report.not_timed:
+        console.print(f"not timed: {line}", highlight=False)
+    console.print(
+        f"measured ceilings: {report.bytes_per_s / 1e9:.1f} GB/s, {report.flop_per_s / 1e12:.2f} TFLOP/s",
+        highlight=False,
+    )
+    print(json.dumps(asdict(report)), flush=True)
