@@ -11,8 +11,8 @@ from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.protocol.messages import AddRequest, SequenceOutput
 from tokenspeed.protocol.step import StepPlan
 from tokenspeed.scheduler.drafter import Drafter
+from tokenspeed.scheduler.outcome import on_wire
 from tokenspeed.scheduler.policy import Policy
-from tokenspeed.scheduler.request import on_wire
 from tokenspeed.scheduler.scheduler import Scheduler
 
 VOCAB = 11

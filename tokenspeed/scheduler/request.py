@@ -17,7 +17,7 @@ from enum import Enum
 import msgspec
 
 from tokenspeed.cache.manager import PageTable
-from tokenspeed.protocol.messages import AddRequest, Logprobs
+from tokenspeed.protocol.messages import AddRequest
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import TokenLogprobs
 from tokenspeed.scheduler.policy import OrderKey, Policy, order_key
@@ -159,8 +159,3 @@ def why_refused(request: AddRequest, max_model_len: int, capacity_tokens: int) -
             "shorten the prompt or start the server with more KV cache memory"
         )
     return None
-
-
-def on_wire(entries: list[TokenLogprobs]) -> list[Logprobs]:
-    """Logprobs as the channel carries them."""
-    return [Logprobs(e.token_id, e.logprob, e.rank, e.top_ids, e.top_logprobs) for e in entries]

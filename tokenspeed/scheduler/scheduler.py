@@ -2,8 +2,8 @@
 
 Owns the lifecycle of every sequence (waiting, parked, running, finished), the slots and the order of the plans. Asks
 `cache/` for pages. Never imports torch, never talks to a channel, never looks at text. May be added here: rules about
-which rows a step gets. Not here: page accounting (`cache/`), how a request is taken apart (`request.py`), who goes
-first (`policy.py`).
+which rows a step gets. Not here: page accounting (`cache/`), how a request is taken apart (`request.py`), what a result
+means for a sequence (`outcome.py`), who goes first (`policy.py`).
 
 There is no prefill or decode phase: a sequence has `num_computed` tokens and catches up with those it knows. A plan
 takes, while budget is left, (1) sequences that only need their newest token computed, (2) running sequences behind by
@@ -29,14 +29,14 @@ from __future__ import annotations
 import random
 from collections import deque
 
-import msgspec
-
 from tokenspeed.cache.manager import CacheManager
 from tokenspeed.protocol.messages import AddRequest, EngineStats, FinishReason, SequenceOutput
 from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepResult
 from tokenspeed.scheduler import invariants
+from tokenspeed.scheduler.counters import Counters
 from tokenspeed.scheduler.drafter import Drafter
 from tokenspeed.scheduler.invariants import Planned
+from tokenspeed.scheduler.outcome import news, take_tokens
 from tokenspeed.scheduler.policy import Policy
 from tokenspeed.scheduler.queue import OrderedQueue
 from tokenspeed.scheduler.request import (
@@ -44,11 +44,8 @@ from tokenspeed.scheduler.request import (
     Request,
     Sequence,
     State,
-    on_wire,
     why_refused,
 )
-
-_MAX_STEP_SAMPLES = 4096  # forwards remembered between two stats snapshots
 
 
 class Scheduler:
@@ -106,12 +103,7 @@ class Scheduler:
         self._num_arrivals = 0
         # Shared by all rows that get no page, so that a steady decode row allocates nothing; the runner only reads it.
         self._no_pages: tuple[list[int], ...] = tuple([] for _ in cache.groups)
-        self._num_preemptions = 0
-        self._num_prefix_hit_tokens = 0
-        self._num_prompt_tokens = 0
-        self._num_generated_tokens = 0
-        self._num_row_errors = 0
-        self._step_tokens: deque[int] = deque(maxlen=_MAX_STEP_SAMPLES)
+        self._counters = Counters()
 
     # -- requests in ---------------------------------------------------------------------------------------------
 
@@ -201,7 +193,7 @@ class Scheduler:
         step_id = self._next_step_id
         self._next_step_id += 1
         self._in_flight.append((step_id, planned))
-        self._step_tokens.append(num_tokens)
+        self._counters.step_tokens.append(num_tokens)
         return StepPlan(step_id, admissions, rows, num_tokens)
 
     def _plan_decodes(self, decodes: list[Planned], budget: int) -> tuple[int, list[Sequence], bool]:
@@ -212,7 +204,7 @@ class Scheduler:
         """
         running, no_pages, drafter = self._running, self._no_pages, self._drafter
         behind: list[Sequence] = []
-        num_preempted = self._num_preemptions
+        num_preempted = self._counters.num_preemptions
         position = 0
         while position < len(running):
             sequence = running[position]
@@ -240,7 +232,7 @@ class Scheduler:
             sequence.num_pending += 1
             budget -= num_tokens
             decodes.append((sequence, sequence.epoch, row))
-        return budget, behind, self._num_preemptions > num_preempted
+        return budget, behind, self._counters.num_preemptions > num_preempted
 
     def _propose(self, drafter: Drafter, sequence: Sequence, start: int, room: int) -> tuple[int, ...]:
         """Drafts for a sequence, none when there is no budget, length or memory for them: nobody is preempted for a
@@ -273,7 +265,7 @@ class Scheduler:
         sequence.epoch += 1
         sequence.state = State.WAITING
         self._waiting.add(sequence)
-        self._num_preemptions += 1
+        self._counters.num_preemptions += 1
 
     def _plan_chunk(self, sequence: Sequence, budget: int, decodes: list[Planned], others: list[Planned]) -> int:
         """One row of at most `budget` tokens for a sequence whose pages are reserved; returns its tokens.
@@ -311,8 +303,8 @@ class Scheduler:
             sequence.num_computed = 0 if hit is None else hit.num_tokens
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = sequence.num_computed
-                self._num_prefix_hit_tokens += sequence.num_computed
-                self._num_prompt_tokens += sequence.prompt_len
+                self._counters.num_prefix_hit_tokens += sequence.num_computed
+                self._counters.num_prompt_tokens += sequence.prompt_len
             if request.parked and sequence.num_computed >= self._shared_prompt_len(sequence.prompt_len):
                 self._unpark(request)
             admissions.append(
@@ -356,27 +348,18 @@ class Scheduler:
     def _apply_row(self, sequence: Sequence, is_current: bool, row: Row, got: RowResult) -> SequenceOutput | None:
         """One row's outcome. `is_current`: not preempted since it was planned, so the row's pages are still its own."""
         if got.error is not None:
-            self._num_row_errors += 1
+            self._counters.num_row_errors += 1
             return self._finish(sequence, "error", error=got.error)
         if sequence.sampling.prompt_logprobs is not None:
             sequence.request.collect_prompt_logprobs(row.start, got.prompt_logprobs)
-        token_ids = sequence.token_ids
-        new_ids = got.token_ids
-        reason: FinishReason | None = None
-        stop_token_id: int | None = None
-        if row.samples:
-            sequence.num_pending -= 1
-            if not new_ids or len(new_ids) > 1 + len(row.draft_token_ids):
-                raise ValueError(f"slot {row.slot}: {len(new_ids)} tokens for {len(row.draft_token_ids)} drafts")
-            new_ids, reason, stop_token_id = self._take_tokens(sequence, new_ids)
-        elif new_ids:
-            raise ValueError(f"slot {row.slot}: tokens from a row that does not sample")
+        new_ids, reason, stop_token_id = take_tokens(sequence, row, got)
+        self._counters.num_generated_tokens += len(new_ids)
         if is_current:
             num_done = row.start + row.num_tokens
             if row.draft_token_ids:  # of the drafts, only the accepted have keys and values that stay
                 num_done = sequence.num_computed = row.start + len(got.token_ids)
             if num_done >= sequence.table.commit_at:
-                self._cache.commit(sequence.table, token_ids, min(num_done, len(token_ids)))
+                self._cache.commit(sequence.table, sequence.token_ids, min(num_done, len(sequence.token_ids)))
             request = sequence.request
             if request.parked and num_done >= self._shared_prompt_len(sequence.prompt_len):
                 self._unpark(request)
@@ -384,36 +367,7 @@ class Scheduler:
             return None
         if reason is not None:
             return self._finish(sequence, reason, new_ids, got, stop_token_id)
-        return self._output(sequence, new_ids, got)
-
-    def _take_tokens(self, sequence: Sequence, new_ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
-        """Append sampled tokens up to the one that ends the sequence; (those kept, reason, stop token)."""
-        token_ids = sequence.token_ids
-        for count, token_id in enumerate(new_ids, start=1):
-            position = len(token_ids)
-            token_ids.append(token_id)
-            self._num_generated_tokens += 1
-            if sequence.stops_at(token_id, position):
-                return new_ids[:count], "stop", token_id
-            if position + 1 >= sequence.max_len:
-                return new_ids[:count], "length", None
-        return new_ids, None, None
-
-    def _output(self, sequence: Sequence, new_ids: list[int], got: RowResult | None) -> SequenceOutput:
-        """News of a sequence; the first carries the cached tokens, and on index 0 the prompt logprobs."""
-        request = sequence.request
-        output = SequenceOutput(request_id=request.request_id, index=sequence.index, token_ids=new_ids)
-        if got is not None and got.logprobs:
-            output.logprobs = on_wire(got.logprobs[: len(new_ids)])
-        if not sequence.said_anything:
-            sequence.said_anything = True
-            output.num_cached_tokens = request.num_cached_tokens
-            if new_ids and sequence.wants_prompt_logprobs:
-                output.prompt_logprobs = on_wire(request.prompt_logprobs)
-                request.prompt_logprobs = []
-                # Delivered: after a preemption the prompt may come from the prefix cache.
-                sequence.sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=None)
-        return output
+        return news(sequence, new_ids, got)
 
     # -- leaving -------------------------------------------------------------------------------------------------
 
@@ -428,7 +382,7 @@ class Scheduler:
     ) -> SequenceOutput:
         """End a live sequence wherever it is, and make its one terminal output."""
         request = sequence.request
-        output = self._output(sequence, new_ids if new_ids is not None else [], got)
+        output = news(sequence, new_ids if new_ids is not None else [], got)
         output.finish_reason = reason
         output.stop_token_id = stop_token_id
         output.error = error
@@ -502,21 +456,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """A snapshot; `step_tokens` starts anew with each."""
-        step_tokens = list(self._step_tokens)
-        self._step_tokens.clear()
-        return EngineStats(
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
-            num_pages_total=self._cache.num_pages_total,
-            num_pages_used=self._cache.num_pages_used,
-            num_pages_cached=self._cache.num_pages_cached,
-            num_preemptions=self._num_preemptions,
-            num_prefix_hit_tokens=self._num_prefix_hit_tokens,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_generated_tokens=self._num_generated_tokens,
-            step_tokens=step_tokens,
-            num_nan_aborted=self._num_row_errors,
-        )
+        return self._counters.snapshot(self._cache, self.num_running, self.num_waiting)
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants of scheduler and cache hold."""
