@@ -46,6 +46,8 @@ class QKVRopeCache(Protocol):
         q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
         eps: float,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> torch.Tensor:
         """Split, optional per-head RMSNorm of q and k, NeoX rotary, write k and v to the pool.
 
@@ -57,6 +59,7 @@ class QKVRopeCache(Protocol):
             keys, values: [num_pages, page_size, Hk, D], written at flat slot `slots[t]` = page * page_size + offset.
             slots: [T] int64.
             q_norm, k_norm: [D] weights, or None.
+            k_scale, v_scale: a float8_e4m3fn pool holds key / k_scale and value / v_scale, cut off at 448. 1 for others.
         Returns:
             q: [T, Hq, D]; may be a view of qkv.
         """
@@ -72,8 +75,14 @@ class PagedAttention(Protocol):
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        out_scale: float = 1.0,
     ) -> torch.Tensor:
-        """Causal attention over paged keys and values: see `AttentionBackend.run`. Returns [T, Hq * D]."""
+        """Causal attention over paged keys and values: see `AttentionBackend.run`. Returns [T, Hq * D].
+
+        Args:
+            scale: factor on the logits, with that of an 8-bit pool's keys.
+            out_scale: factor on the result: that of an 8-bit pool's values.
+        """
         ...
 
 
@@ -135,6 +144,37 @@ class FusedLinear(Protocol):
         ...
 
 
+class Fp8Linear(Protocol):
+    """Linear over weights kept in e4m3, one byte each."""
+
+    max_fused_rows: int
+    """Rows up to which `norm`, `residual` and `gated` may be asked for."""
+
+    def why_not(self, in_features: int, out_features: int, is_block: bool) -> str | None:
+        """None when a weight of this shape, with scales by row or by block, can be served, otherwise the reason."""
+        ...
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """x [T, in], any T; weight float8_e4m3fn [out, in] -> [T, out], dtype of x.
+
+        Args:
+            scale: float32, [out] a row's, or [ceil(out / 128), in / 128] a block's: weight * scale is the dense weight.
+            norm, eps, residual, gated: see `FusedLinear`; gated with block scales: out / 2 is a multiple of 128.
+        """
+        ...
+
+
 class StepGraph(Protocol):
     """A recorded sequence of operations on fixed buffers."""
 
@@ -162,11 +202,13 @@ class Ops:
     """The chosen implementation of every operation for one device and dtype; layers are built with it.
 
     `recorder` is None where steps cannot be recorded, `block_linear` where quantized weights cannot be kept,
-    `fused_linear` where launches cost too little to fuse for.
+    `fused_linear` where launches cost too little to fuse for, `fp8_linear` where e4m3 weights are dequantized.
+    `kv_dtype` is that of the KV pool.
     """
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     embedding: Embedding
     rms_norm: RMSNorm
     add_rms_norm: AddRMSNorm
@@ -177,3 +219,4 @@ class Ops:
     block_linear: BlockLinear | None
     recorder: Recorder | None
     fused_linear: FusedLinear | None = None
+    fp8_linear: Fp8Linear | None = None

@@ -21,15 +21,16 @@ from tokenspeed.kernels.ops import Ops
 from tokenspeed.protocol.errors import ConfigError
 
 REQUIRED = ("embedding", "rms_norm", "add_rms_norm", "qkv_rope_cache", "paged_attention", "silu_and_mul", "linear")
-OPTIONAL = ("block_linear", "recorder", "fused_linear")
+OPTIONAL = ("block_linear", "recorder", "fused_linear", "fp8_linear")
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What selection depends on."""
+    """What selection depends on. `kv_dtype` is that of the KV pool, None = `dtype`."""
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,4 +102,4 @@ def select_ops(need: Need, only: str | None = None) -> tuple[Ops, list[str]]:
                 raise ConfigError(f"no implementation of {op} for {need.device} and {need.dtype}: {'; '.join(lost)}")
             chosen[op] = None
             report.append(f"{op}: none" + (f" ({'; '.join(lost)})" if lost else ""))
-    return Ops(device=need.device, dtype=need.dtype, **chosen), report
+    return Ops(device=need.device, dtype=need.dtype, kv_dtype=need.kv_dtype or need.dtype, **chosen), report

@@ -3,6 +3,7 @@
 Formula   acc = sum_k x[m, k] * g[k] * W[n, k];  with a norm g (RMSNorm): acc * rsqrt(mean(x^2) + eps)
           epilogue: silu(first half of rows) * second half (SwiGLU, Shazeer 2020), or + residual
 Bytes     N * K * 2 (weights, once) + small. Operations 2 M N K.
+          The tensor-core kernel also takes W in e4m3, N * K bytes (`fp8_linear` has its scales and its GEMV).
 Bound     on an H200 the weight bytes at 4.26 TB/s up to about M = 150 (808 TFLOP/s bf16).
 Measured  one H200, bf16, a graph over distinct weights, Qwen3-8B shapes, M = 1: qkv 3.6, o 3.7, gate/up 4.2, down 4.1,
           head 4.5 TB/s (cuBLAS 3.1, 2.7, 4.1, 3.4, 4.3).
@@ -14,6 +15,7 @@ weights (which depend on nobody) and only then wait for their input.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
@@ -21,6 +23,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MAX_ROWS = 64
+SCALE_BLOCK = tl.constexpr(128)
+"""Rows and columns of e4m3 weights that share a scale, where scales are by block."""
 
 
 @triton.jit
@@ -92,13 +96,18 @@ def _gemv_kernel(
 
 @triton.jit
 def _store_rows(
-    acc, up, scale, bias_ptr, residual_ptr, y_ptr, rows, tokens, M, num_out,
+    acc, up, scale, bias_ptr, residual_ptr, scale_ptr, y_ptr, rows, tokens, M, num_out,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
     """Epilogue of an accumulator [rows, tokens]."""
     if HAS_NORM:
         acc *= scale[None, :]
         up *= scale[None, :]
+    if SCALES == "row":
+        acc *= tl.load(scale_ptr + rows, mask=rows < num_out, other=0.0)[:, None]
+        if GATED:
+            up *= tl.load(scale_ptr + num_out + rows, mask=rows < num_out, other=0.0)[:, None]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + rows, mask=rows < num_out, other=0.0).to(tl.float32)[:, None]
     if GATED:
@@ -113,12 +122,46 @@ def _store_rows(
 
 
 @triton.jit
+def _to_kind_of_x(w, x, CVT: tl.constexpr):
+    """Weights in the dtype of x. CVT: e4m3 to bfloat16 by way of float32, because the compiler's own way, float16 to
+    bfloat16, runs at an eighth of the rate."""
+    if CVT:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high, a, b, c, d;
+            .reg .b32 ab, cd;
+            .reg .f32 fa, fb, fc, fd;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 ab, low;
+            cvt.rn.f16x2.e4m3x2 cd, high;
+            mov.b32 {a, b}, ab;
+            mov.b32 {c, d}, cd;
+            cvt.f32.f16 fa, a;
+            cvt.f32.f16 fb, b;
+            cvt.f32.f16 fc, c;
+            cvt.f32.f16 fd, d;
+            cvt.rn.bf16x2.f32 $0, fb, fa;
+            cvt.rn.bf16x2.f32 $1, fd, fc;
+            }
+            """,
+            "=r,=r,r",
+            [w],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return w.to(x.dtype)
+
+
+@triton.jit
 def _skinny_kernel(
     x_ptr,
     w_ptr,
     bias_ptr,
     norm_ptr,
     residual_ptr,
+    scale_ptr,
     y_ptr,
     partial_ptr,
     counter_ptr,
@@ -135,6 +178,8 @@ def _skinny_kernel(
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    SCALES: tl.constexpr,
+    CVT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Tensor cores with the weights as the tall operand: acc[BLOCK_N, BLOCK_M] = W tile @ x tile.T.
@@ -166,9 +211,18 @@ def _skinny_kernel(
             squares += tl.sum(wide * wide, axis=0)
             gain = tl.load(norm_ptr + start + cols).to(tl.float32)
             x = (wide * gain[:, None]).to(x.dtype)
-        acc = tl.dot(w, x, acc)
+        if SCALES == "block":
+            # Blocks of SCALE_BLOCK rows and columns; a tile lies in one block.
+            scale_row = scale_ptr + tile * BLOCK_N // SCALE_BLOCK * (K // SCALE_BLOCK) + start // SCALE_BLOCK
+            acc += tl.dot(_to_kind_of_x(w, x, CVT), x) * tl.load(scale_row)
+        else:
+            acc = tl.dot(_to_kind_of_x(w, x, CVT), x, acc)
         if GATED:
-            up = tl.dot(tl.load(up_row + start + cols[None, :]), x, up)
+            w_up = _to_kind_of_x(tl.load(up_row + start + cols[None, :]), x, CVT)
+            if SCALES == "block":
+                up += tl.dot(w_up, x) * tl.load(scale_row + num_out // SCALE_BLOCK * (K // SCALE_BLOCK))
+            else:
+                up = tl.dot(w_up, x, up)
     scale = tl.rsqrt(squares / K + eps)
     if SPLIT_K > 1:
         own = partial_ptr + (tile * SPLIT_K + split) * BLOCK_N * BLOCK_M
@@ -183,13 +237,13 @@ def _skinny_kernel(
             for other in range(SPLIT_K):
                 total += tl.load(base + other * BLOCK_N * BLOCK_M + inner, cache_modifier=".cg")
             _store_rows(
-                total, up, scale, bias_ptr, residual_ptr, y_ptr, rows, tokens, M, num_out,
-                HAS_BIAS, HAS_NORM, HAS_RESIDUAL, GATED,
+                total, up, scale, bias_ptr, residual_ptr, scale_ptr, y_ptr, rows, tokens, M, num_out,
+                HAS_BIAS, HAS_NORM, HAS_RESIDUAL, GATED, SCALES,
             )  # fmt: skip
     else:
         _store_rows(
-            acc, up, scale, bias_ptr, residual_ptr, y_ptr, rows, tokens, M, num_out,
-            HAS_BIAS, HAS_NORM, HAS_RESIDUAL, GATED,
+            acc, up, scale, bias_ptr, residual_ptr, scale_ptr, y_ptr, rows, tokens, M, num_out,
+            HAS_BIAS, HAS_NORM, HAS_RESIDUAL, GATED, SCALES,
         )  # fmt: skip
 
 
@@ -249,42 +303,80 @@ def fused_linear(
     out = x.new_empty(num_rows, num_out) if residual is None else residual
     if tile is None:
         tile = choose_tile(num_rows, num_out, width, norm is not None or gated)
-    flags = {
-        "K": width,
-        "HAS_BIAS": bias is not None,
-        "HAS_NORM": norm is not None,
-        "HAS_RESIDUAL": residual is not None,
-        "GATED": gated,
-        "PDL": pdl,
-        "num_warps": tile.num_warps,
-        "launch_pdl": pdl,
-    }
-    if isinstance(tile, GemvTile):
-        grid = (triton.cdiv(num_out, tile.block_n),)
-        _gemv_kernel[grid](
-            x, weight, bias, norm, residual, out, num_out, eps, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, **flags
-        )
+    if isinstance(tile, SkinnyTile):
+        skinny_linear(x, weight, None, "none", workspace, bias, norm, eps, residual, gated, tile, out, pdl)
         return out
-    _skinny_kernel[(triton.cdiv(num_out, tile.block_n), tile.split_k)](
+    _gemv_kernel[(triton.cdiv(num_out, tile.block_n),)](
         x,
         weight,
         bias,
         norm,
         residual,
         out,
+        num_out,
+        eps,
+        K=width,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        HAS_BIAS=bias is not None,
+        HAS_NORM=norm is not None,
+        HAS_RESIDUAL=residual is not None,
+        GATED=gated,
+        PDL=pdl,
+        num_warps=tile.num_warps,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    scales: Literal["none", "row", "block"],
+    workspace: Workspace,
+    bias: torch.Tensor | None,
+    norm: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    gated: bool,
+    tile: SkinnyTile,
+    out: torch.Tensor,
+    pdl: bool,
+) -> None:
+    """The tensor-core kernel, result in `out`; see `fused_linear`. `scale` goes with an e4m3 weight: float32, [N] by
+    row, [ceil(N / 128), K / 128] by block, and then a tile lies in one block."""
+    num_rows, width = x.shape
+    num_out = out.shape[1]
+    _skinny_kernel[(triton.cdiv(num_out, tile.block_n), tile.split_k)](
+        x,
+        weight,
+        bias,
+        norm,
+        residual,
+        scale,
+        out,
         workspace.partials,
         workspace.counters,
         num_rows,
         num_out,
         eps,
+        K=width,
         BLOCK_M=max(16, triton.next_power_of_2(num_rows)),
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         SPLIT_K=tile.split_k,
         STAGES=tile.stages,
-        **flags,
+        HAS_BIAS=bias is not None,
+        HAS_NORM=norm is not None,
+        HAS_RESIDUAL=residual is not None,
+        GATED=gated,
+        SCALES=scales,
+        CVT=scales != "none" and x.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret,
+        PDL=pdl,
+        num_warps=tile.num_warps,
+        launch_pdl=pdl,
     )
-    return out
 
 
 def choose_tile(num_rows: int, num_out: int, width: int, needs_whole_k: bool) -> GemvTile | SkinnyTile:
