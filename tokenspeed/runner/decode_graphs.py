@@ -22,10 +22,13 @@ from tokenspeed.runner.device_state import DeviceState
 @dataclass(slots=True)
 class DecodeGraph:
     """One recorded size. `rows` [2, R] int32 is its input; `logits` [R, V] and `token_ids` [R] int32 its output, valid
-    until the next replay of any size."""
+    until the next replay of any size. `inputs` and `batch` are the buffers between its kernels: the graph writes to
+    their addresses at every replay, so they must live as long as it does."""
 
     graph: StepGraph
     rows: torch.Tensor
+    inputs: DecodeInputs
+    batch: AttentionBatch
     logits: torch.Tensor
     token_ids: torch.Tensor
 
@@ -80,7 +83,7 @@ class DecodeGraphs:
         self._forward(rows, inputs, batch)  # compiles and loads kernels, allocates workspaces
         with self._recorder.record() as graph:
             logits, token_ids = self._forward(rows, inputs, batch)
-        return DecodeGraph(graph, rows, logits, token_ids)
+        return DecodeGraph(graph, rows, inputs, batch, logits, token_ids)
 
     def _forward(
         self, rows: torch.Tensor, inputs: DecodeInputs, batch: AttentionBatch
