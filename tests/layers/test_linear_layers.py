@@ -14,6 +14,7 @@ from tokenspeed.layers.entry import Entry, join
 from tokenspeed.layers.linear import ColumnParallel, MergedColumnParallel, Part, QKVParallel, RowParallel
 from tokenspeed.models.registry import examples
 from tokenspeed.protocol.errors import ConfigError
+from tokenspeed.quantization import interface
 from tokenspeed.quantization.unquantized import Unquantized
 
 OPS, _ = select_ops(Need(torch.device("cpu"), torch.float32))
@@ -36,8 +37,8 @@ class Tensor:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
 
-    def read(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.tensor.to(dtype, copy=True)
+    def read(self, dtype: torch.dtype, device: torch.device = interface.CPU) -> torch.Tensor:
+        return self.tensor.to(device, dtype, copy=True)
 
     def raw(self) -> torch.Tensor:
         raise AssertionError("not quantized")

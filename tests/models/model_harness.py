@@ -13,6 +13,7 @@ from tokenspeed.distributed.mesh import SINGLE
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.models.interface import Model
 from tokenspeed.models.registry import build_model
+from tokenspeed.quantization import interface
 from tokenspeed.quantization.select import scheme_for
 
 CPU = torch.device("cpu")
@@ -34,8 +35,8 @@ class FakeWeight:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
 
-    def read(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.tensor.to(dtype, copy=True)
+    def read(self, dtype: torch.dtype, device: torch.device = interface.CPU) -> torch.Tensor:
+        return self.tensor.to(device, dtype, copy=True)
 
     def raw(self) -> torch.Tensor:
         raise AssertionError("not quantized")

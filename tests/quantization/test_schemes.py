@@ -16,6 +16,7 @@ from tokenspeed.kernels.ops import Ops
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.models.registry import examples
 from tokenspeed.protocol.errors import CheckpointError, ConfigError
+from tokenspeed.quantization import interface
 from tokenspeed.quantization.gguf import GGUF, GGUFMethod
 from tokenspeed.quantization.interface import LinearMethod, LinearShape
 from tokenspeed.quantization.select import scheme_for
@@ -40,9 +41,9 @@ class Blocks:
     def where(self) -> str:
         return f"memory: {self.name}"
 
-    def read(self, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, dtype: torch.dtype, device: torch.device = interface.CPU) -> torch.Tensor:
         kind = gguf.GGMLQuantizationType[self.qtype]
-        return torch.from_numpy(gguf.quants.dequantize(self.data, kind)).to(dtype, copy=True)
+        return torch.from_numpy(gguf.quants.dequantize(self.data, kind)).to(device, dtype, copy=True)
 
     def raw(self) -> torch.Tensor:
         return torch.from_numpy(self.data)
@@ -64,8 +65,8 @@ class Dense:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
 
-    def read(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.tensor.to(dtype, copy=True)
+    def read(self, dtype: torch.dtype, device: torch.device = interface.CPU) -> torch.Tensor:
+        return self.tensor.to(device, dtype, copy=True)
 
     def raw(self) -> torch.Tensor:
         raise AssertionError("not quantized")

@@ -59,4 +59,4 @@ def read_exact(weight: WeightTensor, shape: tuple[int, ...], ops: Ops) -> torch.
     """
     if tuple(weight.shape) != shape:
         raise CheckpointError(f"{weight.where}: shape {list(weight.shape)}, expected {list(shape)}")
-    return weight.read(ops.dtype).to(ops.device)
+    return weight.read(ops.dtype, ops.device)

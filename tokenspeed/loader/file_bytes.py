@@ -1,4 +1,4 @@
-"""Bytes of a file into a new tensor, without a mapping: a file that shrinks meanwhile gives an error, not a crash."""
+"""Bytes of a file into memory, without a mapping: a file that shrinks meanwhile gives an error, not a crash."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ from tokenspeed.protocol.errors import CheckpointError
 
 
 def read_bytes(path: str, offset: int, nbytes: int, where: str) -> torch.Tensor:
-    """uint8 [nbytes], the file's bytes [offset, offset + nbytes).
+    """uint8 [nbytes], a new tensor: the file's bytes [offset, offset + nbytes).
 
     Raises:
         CheckpointError: the file cannot be read or ends early. `where` names file and tensor.
     """
     out = torch.empty(nbytes, dtype=torch.uint8)
+    read_into(out, path, offset, where)
+    return out
+
+
+def read_into(out: torch.Tensor, path: str, offset: int, where: str) -> None:
+    """Fill uint8 [nbytes] on the host; safe to call from several threads, which then read at the same time.
+
+    Raises:
+        CheckpointError: as `read_bytes`.
+    """
+    nbytes = out.shape[0]
     view = out.numpy().data
     done = 0
     try:
@@ -26,4 +37,3 @@ def read_bytes(path: str, offset: int, nbytes: int, where: str) -> torch.Tensor:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
     if done < nbytes:
         raise CheckpointError(f"{where}: the file ended {nbytes - done} bytes early; it changed while it was read")
-    return out

@@ -16,12 +16,16 @@ from tokenspeed.checkpoint.gguf_file import BLOCK_TYPES
 from tokenspeed.protocol.errors import CheckpointError
 
 PIECE_ELEMENTS = 1 << 18
+DEVICE_PIECE_ELEMENTS = 1 << 25
+"""On a GPU launches cost, not caches: a piece makes some 0.5 GB of temporaries."""
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def dequantize(raw: torch.Tensor, qtype: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """raw uint8 [rows, row_bytes] -> a new tensor [rows, elements a row] in `dtype` (rounded once, from float32).
+
+    Computed on the device of `raw`.
 
     Raises:
         CheckpointError: a type that cannot be dequantized; names it and what can.
@@ -34,9 +38,9 @@ def dequantize(raw: torch.Tensor, qtype: str, dtype: torch.dtype = torch.float32
     if qtype in _PLAIN:
         return raw.contiguous().view(_PLAIN[qtype]).to(dtype, copy=True)
     blocks = raw.reshape(-1, block.block_bytes)
-    out = torch.empty((blocks.shape[0], block.block_size), dtype=dtype)
+    out = torch.empty((blocks.shape[0], block.block_size), dtype=dtype, device=raw.device)
     formula = _FORMULAS[qtype]
-    step = PIECE_ELEMENTS // block.block_size
+    step = (PIECE_ELEMENTS if raw.device.type == "cpu" else DEVICE_PIECE_ELEMENTS) // block.block_size
     for start in range(0, blocks.shape[0], step):
         out[start : start + step] = formula(blocks[start : start + step])
     return out.view(rows, columns)

@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import torch
 from rich.console import Console
@@ -21,8 +21,10 @@ from tokenspeed.checkpoint.gguf_file import read_gguf
 from tokenspeed.checkpoint.safetensors_file import read_safetensors
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.loader.gguf_names import CONFIG_TENSORS, query_or_key
+from tokenspeed.loader.weight_stream import WeightStream
 from tokenspeed.loader.weights import CheckpointWeight, DummyWeight, GGUFWeight, SafetensorsWeight, llama_row_order
 from tokenspeed.models.interface import LoadRule, Model
+from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.errors import CheckpointError
 
 SHOWN = 5
@@ -48,11 +50,17 @@ def load_model(
     weights = open_weights(checkpoint, config, model, seed)
     matched = match(model, weights, checkpoint)
     total_bytes = sum(weight.nbytes for _, weight in matched)
-    with _progress_bar(total_bytes, progress and sys.stderr.isatty()) as bar:
+    with (
+        startup_phase("weights.read_copy"),
+        _progress_bar(total_bytes, progress and sys.stderr.isatty()) as bar,
+        closing(WeightStream([weight.span for _, weight in matched if weight.span is not None])) as stream,
+    ):
         for rule, weight in matched:
+            weight.stream = stream
             rule(weight)
             bar.advance(weight.nbytes)
-    model.finish()
+    with startup_phase("weights.postprocess"):
+        model.finish()
     logger.info("loaded %d tensors (%.1f MB) in %.2f s", len(matched), total_bytes / 1e6, time.perf_counter() - started)
 
 

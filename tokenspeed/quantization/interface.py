@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
@@ -48,8 +50,12 @@ class WeightTensor(Protocol):
     @property
     def qtype(self) -> str | None: ...
 
-    def read(self, dtype: torch.dtype) -> torch.Tensor:
-        """The whole tensor, dequantized, in `dtype`, on the CPU. A new tensor each call."""
+    def read(self, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
+        """The whole tensor, dequantized, in `dtype`, on `device`. A new tensor each call.
+
+        On a GPU it is ready in order with the current stream. Weights stream there, read ahead in the order of the
+        file: a load rule reads its tensor once, when it is called.
+        """
         ...
 
     def raw(self) -> torch.Tensor:

@@ -25,9 +25,9 @@ class DenseMethod:
     def load(self, weight: WeightTensor, row_start: int, columns: Range | None, rows: Range | None) -> None:
         """See `LinearMethod.load`."""
         row_end = self._place(weight, row_start, columns, rows)
-        tensor = _cut(weight.read(self._ops.dtype), columns, rows)
+        tensor = _cut(weight.read(self._ops.dtype, self._ops.device), columns, rows)
         if (row_start, row_end) == (0, self._shape.out_features) and tensor.is_contiguous():
-            self.dense = tensor.to(self._ops.device)  # the whole layer at once: no second copy
+            self.dense = tensor  # the whole layer at once: no second copy
         else:
             if self.dense is None:
                 self.dense = self._empty(self._shape.out_features, self._shape.in_features)
@@ -50,7 +50,7 @@ class DenseMethod:
             )
         if self.bias is None:
             self.bias = self._empty(self._shape.out_features)
-        tensor = bias.read(self._ops.dtype)
+        tensor = bias.read(self._ops.dtype, self._ops.device)
         self.bias[row_start : row_start + num_rows] = tensor if rows is None else tensor[rows[0] : rows[1]]
         self._bias_loaded.append((row_start, row_start + num_rows))
 
