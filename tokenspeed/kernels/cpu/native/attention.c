@@ -223,7 +223,8 @@ static void run_attention(const ts_call *call, long begin, long end, ts_thread *
     for (long item = begin; item < end; item++) {
         while (t + 1 < num_tokens && queries[t + 1].first_item <= item) t++;
         const query *query = &queries[t];
-        long kv_head = (item - query->first_item) / query->splits, s = (item - query->first_item) % query->splits;
+        /* The heads of a part follow each other: their rows lie on the same pages. */
+        long s = (item - query->first_item) / num_kv, kv_head = (item - query->first_item) % num_kv;
         long from = query->start + s * query->part, to = ts_min(from + query->part, query->limit);
         for (long first = 0; first < group; first += MAX_HEADS) {
             long heads = ts_min(MAX_HEADS, group - first), head0 = kv_head * group + first;
