@@ -74,6 +74,15 @@ class Cursor:
         """Characters that have arrived and are not consumed."""
         return len(self._text) - self._at
 
+    @property
+    def ended(self) -> bool:
+        """No text will follow what is held."""
+        return self._ended
+
+    def discard(self) -> None:
+        """Consume all that is held."""
+        self._take(len(self._text))
+
     # Recording: the raw text of what may turn out not to be a call.
 
     def record(self, consumed: str) -> None:
@@ -115,8 +124,12 @@ class Cursor:
                 return
             yield
 
-    def until(self, markers: Markers, sink: Sink) -> Steps[str | None]:
-        """Give text to `sink` up to the first marker and consume both; None when the text ends without one."""
+    def until(self, markers: Markers, sink: Sink, drop_tail: bool = False) -> Steps[str | None]:
+        """Give text to `sink` up to the first marker and consume both; None when the text ends without one.
+
+        Args:
+            drop_tail: an end of the whole text that may be the beginning of a marker is not given.
+        """
         while True:
             self.work += self.held
             found = markers.pattern.search(self._text, self._at)
@@ -124,9 +137,10 @@ class Cursor:
                 self._give(found.start(), sink)
                 self._take(found.end())
                 return found.group()
-            keep = 0 if self._ended else markers.held(self._text, self._at)
+            keep = 0 if self._ended and not drop_tail else markers.held(self._text, self._at)
             self._give(len(self._text) - keep, sink)
             if self._ended:
+                self.discard()
                 return None
             yield
 
@@ -138,9 +152,9 @@ class Cursor:
                 return
             yield
 
-    def within(self, markers: Markers, limit: int) -> Steps[tuple[str, str] | None]:
+    def within(self, markers: Markers, limit: int, leave: bool = False) -> Steps[tuple[str, str] | None]:
         """(text before the first marker, marker), both consumed; None, and nothing consumed, when the text ends or no
-        marker begins within `limit` characters."""
+        marker begins within `limit` characters. `leave`: the marker is not consumed."""
         checked = 0
         while True:
             start = self._at + max(0, checked - markers.longest + 1)
@@ -148,7 +162,7 @@ class Cursor:
             found = markers.pattern.search(self._text, start)
             if found is not None and found.start() - self._at <= limit:
                 text = self._text[self._at : found.start()]
-                self._take(found.end())
+                self._take(found.start() if leave else found.end())
                 return text, found.group()
             checked = self.held
             if self._ended or found is not None or checked >= limit + markers.longest:

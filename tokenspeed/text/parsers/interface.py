@@ -82,6 +82,8 @@ class ParseContext:
             where in the format the generation begins.
         thinking: what the request says of thinking (`enable_thinking`, `reasoning_effort`); None = nothing. Only counts
             where the prompt's end does not tell.
+        inline_reasoning: the reasoning's deltas hold its tags too, as the model wrote them; the pipeline makes content
+            of them, for `separate_reasoning: false`.
         history_calls: tool calls in the request's messages; families that number their calls go on from there.
         tokenizer: lets formats that are defined by token ids (harmony) read them; with None they read spellings.
         hex_digits: n random hexadecimal digits; tests put their own here.
@@ -90,6 +92,7 @@ class ParseContext:
     tools: tuple[ToolSpec, ...] | None = None
     prompt: str | None = None
     thinking: bool | None = None
+    inline_reasoning: bool = False
     history_calls: int = 0
     tokenizer: SpecialTokens | None = None
     hex_digits: Callable[[int], str] = lambda count: secrets.token_hex((count + 1) // 2)[:count]

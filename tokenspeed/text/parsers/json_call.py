@@ -1,4 +1,4 @@
-"""A call as a JSON object with a name and arguments, in any order: the core of the json, qwen, llama and mistral formats.
+"""A call as a JSON object with a name and arguments, in any order: the core of json, qwen, llama and mistral.
 
 Arguments go out as they come once the name is known. They are the model's own text, not re-encoded.
 """
@@ -29,6 +29,70 @@ def call_object(cursor: Cursor, output: Output, needs_arguments: bool) -> Steps[
         could be read. "text": it is none; the recording goes on and holds all that was consumed.
     """
     return (yield from _CallObject(cursor, output, needs_arguments).read())
+
+
+def call_or_text(cursor: Cursor, output: Output, needs_arguments: bool) -> Steps[bool]:
+    """`call_object`, with the recording sent to content when it is no call; True for a whole call."""
+    found = yield from call_object(cursor, output, needs_arguments)
+    if found == "text":
+        output.content(cursor.recorded())
+    return found == "call"
+
+
+def call_list(cursor: Cursor, output: Output, needs_arguments: bool) -> Steps[None]:
+    """A JSON array of calls, from its `[`. The caller has begun a recording; what is no call is content from there."""
+    more = yield from cursor.literal("[")
+    while more:
+        yield from cursor.space()
+        if not (yield from call_or_text(cursor, output, needs_arguments)):
+            return
+        yield from cursor.space()
+        cursor.record("")
+        more = yield from cursor.literal(",")
+    cursor.recorded()
+    yield from cursor.literal("]")
+
+
+def call_sequence(cursor: Cursor, output: Output, needs_arguments: bool) -> Steps[None]:
+    """Call objects one behind the other, apart by whitespace or `;`. A recording has begun."""
+    while (yield from call_or_text(cursor, output, needs_arguments)):
+        yield from cursor.space()
+        cursor.record("")
+        yield from cursor.literal(";")
+        yield from cursor.space()
+        if (yield from cursor.peek()) != "{":
+            output.content(cursor.recorded())
+            return
+
+
+def marked_arguments(cursor: Cursor, output: Output, end: str | None, fenced: bool = False) -> Steps[None]:
+    """The arguments of the open call as a JSON value, and the call's end marker (None: it has none).
+
+    No value at all stands for no arguments. Args: fenced: a code fence may close behind the value.
+    """
+    yield from cursor.space()
+    if end is not None and (yield from cursor.literal(end)):
+        output.arguments("{}")
+        output.end()
+        return
+    opens = (yield from cursor.peek()) in ("{", "[")
+    if not opens or not (yield from cursor.json_value(output.arguments)):
+        give_up(cursor, output)
+        return
+    yield from cursor.space()
+    if fenced and (yield from cursor.literal("```")):
+        yield from cursor.space()
+    if end is None or (yield from cursor.literal(end)) or not cursor.ended:
+        output.end()
+
+
+def give_up(cursor: Cursor, output: Output) -> None:
+    """The open call cannot go on. Malformed: the rest is content. Cut: unfinished markup is dropped, `Output.finish`
+    judges the call. A question fails for want of text only when the text has ended, for any split of it."""
+    if cursor.ended:
+        cursor.discard()
+    else:
+        output.abandon()
 
 
 class _CallObject:
@@ -116,8 +180,7 @@ class _CallObject:
     def _give_up(self) -> Found:
         if not self._started:
             return "text"
-        # At the end of the text this is not malformed but cut: `Output.finish` judges that.
-        self._output.abandon()
+        give_up(self._cursor, self._output)
         return "broken"
 
 

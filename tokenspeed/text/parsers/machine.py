@@ -17,9 +17,9 @@ Grammar = Callable[[Cursor, Output], Steps[None]]
 class GrammarParser:
     """A tool parser (`interface.Parser`) over one grammar; reads text, not token ids."""
 
-    def __init__(self, grammar: Grammar, context: ParseContext, ids: CallId, trims: bool) -> None:
+    def __init__(self, grammar: Grammar, context: ParseContext, ids: CallId, trims: bool, keeps_ids: bool) -> None:
         self.cursor = Cursor()
-        self._output = Output(context, ids, trims)
+        self._output = Output(context, ids, trims, keeps_ids)
         self._run = _whole_text(grammar, self.cursor, self._output)
         next(self._run)
 
@@ -50,11 +50,14 @@ def _whole_text(grammar: Grammar, cursor: Cursor, output: Output) -> Steps[None]
     yield from cursor.rest(output.content)
 
 
-def grammar_format(grammar: Grammar, *, ids: CallId = call_id, trims: bool = True) -> Callable[[ParseContext], Parser]:
+def grammar_format(
+    grammar: Grammar, *, ids: CallId = call_id, trims: bool = True, keeps_ids: bool = False
+) -> Callable[[ParseContext], Parser]:
     """The `make` of a format that is a grammar.
 
     Args:
         ids: the family's form of call ids.
         trims: whitespace between content and a call is markup, not content.
+        keeps_ids: an id that the model wrote is the call's id.
     """
-    return lambda context: GrammarParser(grammar, context, ids, trims)
+    return lambda context: GrammarParser(grammar, context, ids, trims, keeps_ids)

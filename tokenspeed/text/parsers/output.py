@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from tokenspeed.text.parsers.interface import (
@@ -31,10 +32,12 @@ class Output:
     Args:
         trims: whitespace between content and a call is markup.
         call_id: the family's form of ids.
+        keeps_ids: an id that the model wrote is the call's id.
     """
 
-    def __init__(self, context: ParseContext, call_id: CallId, trims: bool) -> None:
+    def __init__(self, context: ParseContext, call_id: CallId, trims: bool = False, keeps_ids: bool = False) -> None:
         self.context = context
+        self.keeps_ids = keeps_ids
         self.incomplete = False
         self.num_calls = 0
         self._call_id = call_id
@@ -46,9 +49,9 @@ class Output:
         self._scan = JsonScan()
 
     def taken(self) -> list[Delta]:
-        """The deltas since the last time."""
+        """The deltas since the last time, neighbours of one kind joined."""
         deltas, self._deltas = self._deltas, []
-        return deltas
+        return [_joined(list(group)) for _, group in groupby(deltas, key=_kind)]
 
     def reasoning(self, text: str) -> None:
         """More reasoning."""
@@ -95,6 +98,11 @@ class Output:
             self._scan.advance(fragment, 0)
             self._deltas.append(ToolCallArguments(self.num_calls - 1, fragment))
 
+    @property
+    def has_arguments(self) -> bool:
+        """The open call's arguments are a whole JSON value."""
+        return self._scan.done
+
     def end(self) -> None:
         """The open call has its end."""
         self._call_open = False
@@ -115,3 +123,19 @@ class Output:
         self._space.clear()
         if space:
             self._deltas.append(ContentDelta(space))
+
+
+def _kind(delta: Delta) -> tuple[str, int]:
+    # Starts never join: each has its own index, and its arguments come between.
+    return type(delta).__name__, delta.index if isinstance(delta, ToolCallStart | ToolCallArguments) else -1
+
+
+def _joined(group: list[Delta]) -> Delta:
+    first = group[0]
+    match first:
+        case ToolCallArguments(index, _):
+            return ToolCallArguments(index, "".join(part.fragment for part in group if isinstance(part, type(first))))
+        case ReasoningDelta() | ContentDelta():
+            return type(first)("".join(part.text for part in group if isinstance(part, type(first))))
+        case _:
+            return first

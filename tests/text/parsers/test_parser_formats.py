@@ -1,0 +1,91 @@
+"""Every format of the room, found as the server finds it: its own samples, and the law of splits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from parser_laws import assert_example, assert_law, context_of, cut, merged, spoiled
+
+from tokenspeed.text.parsers.interface import Example, ParseContext, Parser, assemble, parse_all
+from tokenspeed.text.parsers.registry import reasoning_examples, reasoning_formats, tool_examples, tool_formats
+
+Make = Callable[[ParseContext], Parser]
+
+FORMATS: dict[str, tuple[Make, tuple[Example, ...]]] = {
+    **{f"reasoning/{n}": (reasoning_formats()[n].make, examples) for n, examples in reasoning_examples().items()},
+    **{f"tools/{n}": (tool_formats()[n].make, examples) for n, examples in tool_examples().items()},
+}
+EXAMPLES = [
+    pytest.param(make, example, id=f"{name}-{index}")
+    for name, (make, examples) in FORMATS.items()
+    for index, example in enumerate(examples)
+]
+
+
+@pytest.mark.parametrize(("make", "example"), EXAMPLES)
+def test_example_is_parsed(make: Make, example: Example):
+    parser = make(context_of(example))
+    parsed = parse_all(parser, example.text, example.finish_reason)
+    assert_example(parsed, parser.incomplete, example)
+
+
+@pytest.mark.parametrize(("make", "example"), EXAMPLES)
+def test_example_split_anywhere_gives_the_same(make: Make, example: Example):
+    text = example.text
+    for pieces in (list(text), *(cut(text, [at]) for at in range(len(text)))):
+        assert_law(lambda: make(context_of(example)), text, pieces, example.finish_reason)
+
+
+@pytest.mark.parametrize(("make", "example"), EXAMPLES)
+def test_every_beginning_of_an_example_obeys_the_law(make: Make, example: Example):
+    for end in range(len(example.text)):
+        text = example.text[:end]
+        assert_law(lambda: make(context_of(example)), text, list(text), "length")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_spoiled_samples_obey_the_law(name: str, data: st.DataObject):
+    make, examples = FORMATS[name]
+    example, text, pieces, finish_reason = data.draw(spoiled(examples))
+    assert_law(lambda: make(context_of(example)), text, pieces, finish_reason)
+
+
+@pytest.mark.parametrize(("make", "example"), EXAMPLES)
+def test_cut_call_is_never_whole(make: Make, example: Example):
+    """A call that the length limit cut is said to be incomplete, and no closing is invented: what was given of it is
+    the beginning of what the whole output gives."""
+    whole = parse_all(make(context_of(example)), example.text, example.finish_reason)
+    for end in range(len(example.text)):
+        parser = make(context_of(example))
+        part = parse_all(parser, example.text[:end], "length")
+        for got, full in zip(part.calls, whole.calls, strict=False):
+            assert (got.id, got.name) == (full.id, full.name)
+            assert full.arguments.startswith(got.arguments)
+        if part.calls and part.calls[-1].arguments != whole.calls[len(part.calls) - 1].arguments:
+            assert parser.incomplete
+
+
+@pytest.mark.parametrize(("make", "example"), EXAMPLES)
+def test_feeding_nothing_changes_nothing(make: Make, example: Example):
+    parser = make(context_of(example))
+    deltas = parser.feed("") + parser.feed(example.text) + parser.feed("") + parser.flush(example.finish_reason)
+    assert assemble(merged(deltas)) == parse_all(make(context_of(example)), example.text, example.finish_reason)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_carry_samples(name: str):
+    _, examples = FORMATS[name]
+    assert len(examples) >= 2
+    if name.startswith("tools/") and name != "tools/passthrough":
+        assert any(example.calls for example in examples)
+        assert any(len(example.calls) > 1 for example in examples)
+        assert any(example.incomplete and example.finish_reason == "length" for example in examples)
+        assert any("-" in call and "." in call for example in examples for call, _ in example.calls), (
+            "name with - and ."
+        )
+        assert any(example.tools and not example.calls and example.content == example.text for example in examples)

@@ -1,0 +1,39 @@
+"""The shape that several formats share: calls with a begin marker, mostly inside a marked section.
+
+Text outside of calls is content. Section markers are markup and are never content; whitespace behind any of the markers
+is markup too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
+from tokenspeed.text.parsers.machine import Grammar
+from tokenspeed.text.parsers.output import Output
+
+Header = Callable[[Cursor], Steps[str | None]]
+"""Reads what stands between a call's begin marker and its arguments: the name, or None if it is no header."""
+
+Body = Callable[[Cursor, Output, str], Steps[None]]
+"""Reads the arguments and the end of the open call (of the function named)."""
+
+
+def sectioned(section: tuple[str, ...], call_begin: str, header: Header, body: Body) -> Grammar:
+    """The grammar of such a format. `section`: the markers around the calls."""
+    marks = Markers(*section, call_begin)
+
+    def grammar(cursor: Cursor, output: Output) -> Steps[None]:
+        while (mark := (yield from cursor.until(marks, output.content))) is not None:
+            if mark == call_begin:
+                cursor.record(mark)
+                name = yield from header(cursor)
+                raw = cursor.recorded()
+                if name is None or not output.accepts(name):
+                    output.content(raw)
+                    continue
+                output.start(name)
+                yield from body(cursor, output, name)
+            yield from cursor.space()
+
+    return grammar

@@ -1,0 +1,147 @@
+"""Reasoning between an opening and a closing tag: the grammar that most reasoning formats share.
+
+Where the tags count: the reasoning block is the first one that opens; behind it, further blocks count only while
+nothing but whitespace lies between. Later tags are the answer's own text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tokenspeed.text.parsers.cursor import Cursor, Markers, Sink, Steps
+from tokenspeed.text.parsers.interface import Delta, ParseContext, Parser, call_id
+from tokenspeed.text.parsers.output import Output
+
+Starts = Literal["yes", "no", "prompt"]
+Place = Literal["inside", "outside", "behind"]
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkTags:
+    """A family's tags.
+
+    Fields:
+        trims: newlines next to the tags are markup, as in templates that write `<think>\\n...\\n</think>\\n\\n`. False:
+            the text is given exactly, so that a history with reasoning renders to the tokens that the cache knows.
+        implicit_ends: markers that end the reasoning without its closing tag, since the model is known to forget it;
+            they are not consumed.
+    """
+
+    open: str = "<think>"
+    close: str = "</think>"
+    trims: bool = True
+    implicit_ends: tuple[str, ...] = ()
+
+
+class ThinkParser:
+    """`interface.Parser` for one pair of tags."""
+
+    def __init__(self, tags: ThinkTags, place: Place, context: ParseContext) -> None:
+        self.cursor = Cursor()
+        self.in_reasoning = place == "inside"
+        self._tags = tags
+        self._inline = context.inline_reasoning
+        self._open = Markers(tags.open)
+        self._ends = Markers(tags.close, *tags.implicit_ends)
+        self._output = Output(context, call_id)
+        self._run = self._read(place)
+        next(self._run)
+
+    @property
+    def incomplete(self) -> bool:
+        return False
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
+        if text:
+            self.cursor.add(text)
+            next(self._run)
+        return self._output.taken()
+
+    def flush(self, finish_reason: str) -> list[Delta]:
+        self.cursor.end()
+        next(self._run, None)
+        return self._output.taken()
+
+    def _read(self, place: Place) -> Steps[None]:
+        yield  # nothing to read yet
+        output = self._output
+        if place == "inside":
+            # Some models repeat the tag that the prompt already holds.
+            space, tag = yield from self._next_tag()
+            yield from self._block(space + tag if self._inline or not tag else "")
+        elif place == "outside":
+            space, tag = yield from self._next_tag()
+            if not tag:
+                output.content(space)
+                tag = (yield from self.cursor.until(self._open, output.content)) or ""
+            if tag:
+                yield from self._block(space + tag if self._inline else "")
+        yield from self.cursor.rest(output.content)
+
+    def _next_tag(self) -> Steps[tuple[str, str]]:
+        """(whitespace, opening tag or ""), both consumed."""
+        self.cursor.record("")
+        yield from self.cursor.space()
+        space = self.cursor.recorded()
+        return space, self._tags.open if (yield from self.cursor.literal(self._tags.open)) else ""
+
+    def _block(self, before: str) -> Steps[None]:
+        """From behind an opening tag to the answer, which may be behind further blocks. `before`: consumed text of the
+        block."""
+        output, trims = self._output, self._tags.trims and not self._inline
+        while True:
+            self.in_reasoning = True
+            body = _Body(output.reasoning, trims)
+            body.add(before)
+            end = yield from self.cursor.until(self._ends, body.add)
+            self.in_reasoning = False
+            if end != self._tags.close:
+                output.content(end or "")
+                return
+            if self._inline:
+                output.reasoning(end)
+            space, tag = yield from self._next_tag()
+            if not tag:
+                output.content(space.lstrip("\n") if trims else space)
+                return
+            before = space + tag if self._inline else ""
+
+
+class _Body:
+    """Gives text on without the newlines at its beginning and end, if it `trims`."""
+
+    def __init__(self, sink: Sink, trims: bool) -> None:
+        self._sink = sink
+        self._trims = trims
+        self._begun = False
+        self._newlines = 0
+
+    def add(self, text: str) -> None:
+        if not self._trims:
+            self._sink(text)
+            return
+        if not self._begun:
+            text = text.lstrip("\n")
+            self._begun = bool(text)
+        kept = text.rstrip("\n")
+        if kept:
+            self._sink("\n" * self._newlines + kept)
+            self._newlines = 0
+        self._newlines += len(text) - len(kept)
+
+
+def place_of(tags: ThinkTags, starts: Starts, context: ParseContext) -> Place:
+    """Where the generation begins: the prompt's end decides if it is a tag, then the request, then the family."""
+    end = (context.prompt or "").rstrip()
+    if end.endswith(tags.open):
+        return "inside"
+    if end.endswith(tags.close):
+        return "behind"
+    return "inside" if starts == "yes" and context.thinking is not False else "outside"
+
+
+def think_format(tags: ThinkTags, starts: Starts) -> Callable[[ParseContext], Parser]:
+    """The `make` of a format of tags."""
+    return lambda context: ThinkParser(tags, place_of(tags, starts, context), context)
