@@ -12,6 +12,7 @@ from typing import cast
 from tokenspeed.protocol.errors import ConfigError
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
+    "serve": ("tokenspeed.bench.serve", "load on any OpenAI-compatible server, over HTTP"),
     "offline": ("tokenspeed.bench.offline", "decode and prefill speed of an engine in this process"),
     "kernels": ("tokenspeed.bench.kernels", "every implementation of every operation, at a model's shapes"),
 }
