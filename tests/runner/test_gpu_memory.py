@@ -1,0 +1,179 @@
+"""Pages of a GPU's KV pool: the arithmetic, what its errors name, and the measuring with a made-up torch.cuda."""
+
+from __future__ import annotations
+
+import re
+import types
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+from tokenspeed.cache.spec import GroupSpec
+from tokenspeed.protocol.errors import ConfigError
+from tokenspeed.runner import memory
+from tokenspeed.runner.memory import (
+    GRAPH_BYTES,
+    SLACK_BYTES,
+    MemoryUse,
+    PoolWish,
+    graph_reserve_bytes,
+    plan_kv_pages,
+    size_cuda_pool,
+)
+
+GIB = 2**30
+USE = MemoryUse(total=100 * GIB, others=GIB, weights=16 * GIB, step=2 * GIB, graphs=GIB)
+PAGE = 9 * 2**20  # 64 tokens of Qwen3-8B
+
+
+def wish(**changes) -> PoolWish:
+    return PoolWish(**{"page_bytes": PAGE, "page_size": 64, "max_model_len": 4096, "utilization": 0.9, **changes})
+
+
+def refused(use: MemoryUse, asked: PoolWish) -> str:
+    with pytest.raises(ConfigError) as raised:
+        plan_kv_pages(use, asked)
+    return str(raised.value)
+
+
+def test_the_pool_takes_what_is_left():
+    assert plan_kv_pages(USE, wish()) == (90 - 20) * GIB // PAGE - 1
+
+
+@given(
+    total=some.integers(1, 200),
+    parts=some.tuples(*[some.integers(0, 30)] * 4),
+    utilization=some.floats(0.05, 1),
+    page=some.integers(1, 2**25),
+    length=some.integers(1, 10**6),
+)
+def test_what_is_planned_fits_and_holds_a_sequence(total, parts, utilization, page, length):
+    use = MemoryUse(total * GIB, *(part * GIB for part in parts))
+    asked = wish(utilization=utilization, page_bytes=page, max_model_len=length)
+    try:
+        pages = plan_kv_pages(use, asked)
+    except ConfigError:
+        needed = (-(-length // 64) + 1) * page
+        assert use.used + needed > int(use.total * utilization)
+        return
+    assert use.used + (pages + 1) * page <= int(use.total * utilization) < use.used + (pages + 2) * page
+    assert pages * 64 >= length
+
+
+def test_explicit_sizes_are_taken_as_they_are():
+    assert plan_kv_pages(USE, wish(num_pages=100)) == 100
+    assert plan_kv_pages(USE, wish(pool_bytes=GIB)) == GIB // PAGE - 1
+
+
+def test_a_context_that_does_not_fit_says_what_does():
+    message = refused(USE, wish(max_model_len=10**6, utilization=0.3))
+    fits = int(re.search(r"set --max-model-len to (\d+) or less", message)[1])
+    assert "--max-model-len 1000000 needs" in message and "leaves 10.00 GiB" in message
+    assert plan_kv_pages(USE, wish(max_model_len=fits, utilization=0.3)) * 64 == fits
+    with pytest.raises(ConfigError):
+        plan_kv_pages(USE, wish(max_model_len=fits + 1, utilization=0.3))
+
+
+def test_the_share_that_is_suggested_is_enough():
+    asked = wish(max_model_len=200_000, utilization=0.3)
+    share = float(re.search(r"raise --gpu-memory-utilization to ([\d.]+)", refused(USE, asked))[1])
+    assert plan_kv_pages(USE, wish(max_model_len=200_000, utilization=share)) * 64 >= 200_000
+    with pytest.raises(ConfigError):
+        plan_kv_pages(USE, wish(max_model_len=200_000, utilization=share - 0.01))
+
+
+def test_no_share_is_suggested_that_would_not_do():
+    assert "raise --gpu-memory-utilization" not in refused(USE, wish(max_model_len=10**6, utilization=0.9))
+
+
+def test_weights_that_leave_nothing():
+    message = refused(MemoryUse(24 * GIB, GIB, 23 * GIB, GIB, 2 * GIB), wish())
+    for part in ("short already", "weights 23.00 GiB", "no context fits", "--chunked-prefill-size", "--max-num-seqs"):
+        assert part in message, message
+    assert "--max-cudagraph-capture-size" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"num_pages": 10**6}, ["--max-total-tokens 64000000", "at most", "tokens"]),
+        ({"pool_bytes": 80 * GIB}, ["--kv-cache-memory-gb 80", "leaves 70.00 GiB"]),
+        ({"num_pages": 10}, ["--max-model-len 4096", "--max-total-tokens 640", "640 tokens", "to 640"]),
+        ({"pool_bytes": 5 * PAGE}, ["--kv-cache-memory-gb", "256 tokens"]),
+    ],
+)
+def test_explicit_sizes_that_cannot_be(changes, parts):
+    message = refused(USE, wish(**changes))
+    for part in parts:
+        assert part in message, message
+
+
+def test_graph_reserve():
+    assert graph_reserve_bytes((), 1000, GIB) == 0
+    assert graph_reserve_bytes((1, 8), 1000, 500) == 500 + 9 * 1000 * 4 + 2 * GRAPH_BYTES
+
+
+class FakeCuda:
+    """An allocator that keeps what it has once taken, and a driver that counts."""
+
+    def __init__(self, total: int, others: int, weights: int) -> None:
+        self.total, self.others = total, others
+        self.reserved = self.peak = weights
+        self.calls: list[str] = []
+
+    def take(self, nbytes: int) -> None:
+        if self.others + self.reserved + nbytes > self.total:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.reserved = max(self.reserved, nbytes)
+        self.peak = max(self.peak, self.reserved)
+
+    def face(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(
+            empty_cache=lambda: self.calls.append("empty_cache"),
+            memory_reserved=lambda device: self.reserved,
+            max_memory_reserved=lambda device: self.peak,
+            reset_peak_memory_stats=lambda device: setattr(self, "peak", self.reserved),
+            synchronize=lambda device: self.calls.append("synchronize"),
+            mem_get_info=lambda device: (self.total - self.others - self.reserved, self.total),
+        )
+
+
+def config(**changes) -> types.SimpleNamespace:
+    about = {
+        "gpu_memory_utilization": 0.9,
+        "capture_sizes": (1, 2),
+        "model": types.SimpleNamespace(vocab_size=1000),
+        "page_size": 64,
+        "max_model_len": 4096,
+        "num_pages": None,
+        "kv_memory_bytes": None,
+    }
+    return types.SimpleNamespace(**{**about, **changes})
+
+
+def test_measuring(monkeypatch):
+    cuda = FakeCuda(total=100 * GIB, others=GIB, weights=16 * GIB)
+    monkeypatch.setattr(memory.torch, "cuda", cuda.face())
+    groups = [GroupSpec("full", "full", 64, PAGE, 0)]
+
+    def decode() -> None:
+        cuda.take(17 * GIB)
+
+    def prefill() -> None:
+        cuda.take(19 * GIB)
+        cuda.others += GIB  # kernels are loaded
+
+    pages = size_cuda_pool(prefill, decode, groups, config(), torch.device("cuda"))
+    graphs = graph_reserve_bytes((1, 2), 1000, GIB)
+    assert pages == (90 * GIB - 2 * GIB - 16 * GIB - 3 * GIB - SLACK_BYTES - graphs) // PAGE - 1
+    assert cuda.calls == ["empty_cache", "synchronize", "synchronize"]
+
+
+def test_a_step_that_runs_out_of_memory(monkeypatch):
+    cuda = FakeCuda(total=20 * GIB, others=GIB, weights=16 * GIB)
+    monkeypatch.setattr(memory.torch, "cuda", cuda.face())
+    groups = [GroupSpec("full", "full", 64, PAGE, 0)]
+    with pytest.raises(ConfigError, match=r"largest step does not fit .*--chunked-prefill-size"):
+        size_cuda_pool(lambda: cuda.take(30 * GIB), lambda: None, groups, config(), torch.device("cuda"))

@@ -1,0 +1,220 @@
+"""How many pages of KV cache a GPU has room for: measured by running the largest steps, then plain arithmetic.
+
+    |-------------------------------- total ----------------------------------------|
+    |------------------- total * utilization -------------------------|   untouched  |
+    | others | weights | largest step | graphs |     KV pages         |
+
+`others` is what the process cannot give back: other processes, the CUDA context, loaded kernels.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tokenspeed.cache.spec import GroupSpec
+from tokenspeed.config.engine import EngineConfig
+from tokenspeed.protocol.errors import ConfigError
+
+GIB = 2**30
+MIB = 2**20
+GRAPH_BYTES = 16 * MIB
+"""What the driver keeps for one recorded step of some hundred kernels."""
+SLACK_BYTES = 128 * MIB
+"""For what neither warm-up shows: fragments of the allocator, library workspaces that appear later."""
+MAX_SENSIBLE_UTILIZATION = 0.97
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes of one GPU.
+
+    Fields:
+        total: as the driver reports it.
+        others: other processes, CUDA context and kernel code.
+        weights: what was allocated before the first step.
+        step: what the largest step takes on top.
+        graphs: reserve for recorded steps.
+    """
+
+    total: int
+    others: int
+    weights: int
+    step: int
+    graphs: int
+
+    @property
+    def used(self) -> int:
+        """Everything except the KV cache."""
+        return self.others + self.weights + self.step + self.graphs
+
+    def described(self) -> str:
+        """For logs and errors."""
+        return (
+            f"weights {_gib(self.weights)}, largest step {_gib(self.step)}, graphs {_gib(self.graphs)}, CUDA and other "
+            f"processes {_gib(self.others)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWish:
+    """What the KV pool has to satisfy.
+
+    Fields:
+        page_bytes: of one page over all layers; page_size: tokens in it.
+        num_pages: an explicit size in pages (`--max-total-tokens`), or None.
+        pool_bytes: an explicit size in bytes (`--kv-cache-memory-gb`), or None.
+    """
+
+    page_bytes: int
+    page_size: int
+    max_model_len: int
+    utilization: float
+    num_pages: int | None = None
+    pool_bytes: int | None = None
+
+
+def plan_kv_pages(use: MemoryUse, wish: PoolWish) -> int:
+    """Pages of the KV pool, without the scratch page that the pool adds.
+
+    Raises:
+        ConfigError: the weights and the largest step leave no room, an explicit size does not fit, or one sequence of
+            `max_model_len` does not. Names the bytes needed, the bytes there, and the flags that would make it fit.
+    """
+    budget = int(use.total * wish.utilization)
+    room = budget - use.used
+    fitting = max(0, room // wish.page_bytes - 1)
+    if wish.num_pages is not None:
+        num_pages, asked = wish.num_pages, f"--max-total-tokens {wish.num_pages * wish.page_size}"
+    elif wish.pool_bytes is not None:
+        num_pages = max(0, wish.pool_bytes // wish.page_bytes - 1)
+        asked = f"--kv-cache-memory-gb {wish.pool_bytes / GIB:g}"
+    else:
+        num_pages, asked = fitting, ""
+    needed_pages = -(-wish.max_model_len // wish.page_size)
+    if num_pages > fitting:
+        raise ConfigError(
+            f"{asked} needs {_gib((num_pages + 1) * wish.page_bytes)}, but {_there(use, wish, room)}; it fits with at "
+            f"most {fitting * wish.page_size} tokens{_remedies(use, wish, num_pages)}"
+        )
+    if num_pages >= needed_pages:
+        return num_pages
+    needed = _gib((needed_pages + 1) * wish.page_bytes)
+    if asked:
+        raise ConfigError(
+            f"one sequence of --max-model-len {wish.max_model_len} needs {needed} of KV cache, but {asked} holds "
+            f"{num_pages * wish.page_size} tokens; raise it, or set --max-model-len to {num_pages * wish.page_size}"
+        )
+    fits = f"set --max-model-len to {fitting * wish.page_size} or less" if fitting else "no context fits"
+    raise ConfigError(
+        f"one sequence of --max-model-len {wish.max_model_len} needs {needed} of KV cache, but "
+        f"{_there(use, wish, room)}; {fits}{_remedies(use, wish, needed_pages)}"
+    )
+
+
+def graph_reserve_bytes(sizes: Sequence[int], vocab_size: int, decode_bytes: int) -> int:
+    """Memory that recorded decode steps keep: one set of activations, shared, and each size's own float32 logits."""
+    if not sizes:
+        return 0
+    return decode_bytes + sum(sizes) * vocab_size * 4 + len(sizes) * GRAPH_BYTES
+
+
+def size_cuda_pool(
+    prefill: Callable[[], None],
+    decode: Callable[[], None],
+    groups: list[GroupSpec],
+    config: EngineConfig,
+    device: torch.device,
+) -> int:
+    """Measure this GPU and plan: pages of the KV pool.
+
+    Call after the weights are loaded and before the pool is allocated; both steps run eagerly, on a pool of a page.
+
+    Args:
+        prefill: runs a step of `max_num_batched_tokens` prompt tokens with logits of `max_num_seqs` rows, and waits.
+        decode: runs a step of `max_num_seqs` (or the largest recorded size of) decode rows, sampling included.
+    Raises:
+        ConfigError: as `plan_kv_pages`, or a step ran out of memory.
+    """
+    assert config.gpu_memory_utilization is not None, "a GPU's share is resolved with the device"
+    gc.collect()
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_reserved(device)
+    decode_bytes = _peak(decode, weights, device)
+    prefill_bytes = _peak(prefill, weights, device)
+    free, total = torch.cuda.mem_get_info(device)
+    use = MemoryUse(
+        total=total,
+        others=total - free - torch.cuda.memory_reserved(device),
+        weights=weights,
+        step=max(decode_bytes, prefill_bytes) + SLACK_BYTES,
+        graphs=graph_reserve_bytes(config.capture_sizes, config.model.vocab_size, decode_bytes),
+    )
+    wish = PoolWish(
+        page_bytes=sum(group.page_bytes for group in groups),
+        page_size=config.page_size,
+        max_model_len=config.max_model_len,
+        utilization=config.gpu_memory_utilization,
+        num_pages=config.num_pages,
+        pool_bytes=config.kv_memory_bytes,
+    )
+    num_pages = plan_kv_pages(use, wish)
+    logger.info(
+        "KV pool: %d pages of %d tokens, %s of %s (%s)",
+        num_pages,
+        wish.page_size,
+        _gib(num_pages * wish.page_bytes),
+        _gib(total),
+        use.described(),
+    )
+    return num_pages
+
+
+def _peak(step: Callable[[], None], before: int, device: torch.device) -> int:
+    """Bytes that the allocator took from the driver, above `before`, to run `step`.
+
+    Reserved, not allocated: what the allocator holds is what the pool cannot have. The blocks stay cached, so the first
+    real step asks the driver for nothing.
+    """
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        step()
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise ConfigError(
+            f"the largest step does not fit beside the weights ({_gib(before)} of {_gib(total)}, {_gib(free)} free): "
+            "lower --chunked-prefill-size or --max-num-seqs"
+        ) from error
+    return max(0, torch.cuda.max_memory_reserved(device) - before)
+
+
+def _there(use: MemoryUse, wish: PoolWish, room: int) -> str:
+    share = f"--gpu-memory-utilization {wish.utilization:g} of {_gib(use.total)}"
+    if room < 0:
+        return f"{share} is {_gib(-room)} short already ({use.described()})"
+    return f"{share} leaves {_gib(room)} ({use.described()})"
+
+
+def _remedies(use: MemoryUse, wish: PoolWish, num_pages: int) -> str:
+    """Flags that would make `num_pages` fit, where they can."""
+    wanted = (use.used + (num_pages + 1) * wish.page_bytes) / use.total
+    rounded = math.ceil(wanted * 100) / 100
+    found = []
+    if wish.utilization < rounded <= MAX_SENSIBLE_UTILIZATION:
+        found.append(f"raise --gpu-memory-utilization to {rounded:g}")
+    found.append("lower --chunked-prefill-size or --max-num-seqs (a smaller largest step)")
+    if use.graphs > GIB:
+        found.append("lower --max-cudagraph-capture-size")
+    return "".join(f", or {remedy}" for remedy in found)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB"
