@@ -300,6 +300,13 @@ def why_not(need: Need) -> str | None:
     return _built()
 
 
+def why_not_cache(need: Need) -> str | None:
+    """As `why_not`, for the operations that touch the KV pool."""
+    if need.kv_dtype not in (None, BF16):
+        return f"keeps keys and values in bfloat16, not {str(need.kv_dtype).removeprefix('torch.')}"
+    return why_not(need)
+
+
 def _make(attribute: str) -> Callable[[Need], Any]:
     return lambda need: getattr(context_for(need, torch.get_num_threads()), attribute)
 
@@ -308,9 +315,12 @@ def _make_block_linear(need: Need) -> NativeBlockLinear:
     return NativeBlockLinear(context_for(need, torch.get_num_threads()))
 
 
-_OPS = (*REQUIRED, "recorder")
+_CACHE_OPS = ("qkv_rope_cache", "paged_attention")
 
 IMPLEMENTATIONS = (
-    *(Implementation(op, NAME, RANK, why_not, _make(op)) for op in _OPS),
+    *(
+        Implementation(op, NAME, RANK, why_not_cache if op in _CACHE_OPS else why_not, _make(op))
+        for op in (*REQUIRED, "recorder")
+    ),
     Implementation("block_linear", NAME, RANK, why_not, _make_block_linear),
 )
