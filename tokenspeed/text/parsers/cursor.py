@@ -114,15 +114,21 @@ class Cursor:
                 return False
             yield
 
-    def space(self, sink: Sink = drop) -> Steps[None]:
-        """Consume whitespace."""
+    def run(self, pattern: re.Pattern[str], sink: Sink) -> Steps[str]:
+        """Give the characters that `pattern`, a character class with `*`, matches; returns the next character, "" at
+        the end."""
         while True:
-            match = _SPACE.match(self._text, self._at)
+            match = pattern.match(self._text, self._at)
             assert match is not None
+            self.work += match.end() - self._at + 1
             self._give(match.end(), sink)
             if self.held or self._ended:
-                return
+                return self._text[self._at : self._at + 1]
             yield
+
+    def space(self) -> Steps[None]:
+        """Consume whitespace."""
+        yield from self.run(_SPACE, drop)
 
     def until(self, markers: Markers, sink: Sink, drop_tail: bool = False) -> Steps[str | None]:
         """Give text to `sink` up to the first marker and consume both; None when the text ends without one.

@@ -1,0 +1,57 @@
+"""gpt-oss: messages to `functions.NAME` in the harmony format (see `harmony`)."""
+
+from __future__ import annotations
+
+from tokenspeed.text.parsers.harmony import HarmonyParser
+from tokenspeed.text.parsers.interface import Example, ModelTraits, ParseContext, ToolFormat, ToolSpec
+
+
+def make(context: ParseContext) -> HarmonyParser:
+    """Without a reasoning parser: reasoning is content."""
+    return HarmonyParser(context, separate_reasoning=False, parse_calls=True)
+
+
+def why_not(traits: ModelTraits) -> str | None:
+    """The architecture, or a template that writes the channel."""
+    return None if traits.architecture == "GptOssForCausalLM" else traits.missing("<|channel|>analysis")
+
+
+FORMAT = ToolFormat(
+    names=("gpt-oss", "gpt_oss", "harmony"),
+    make=make,
+    why_not=why_not,
+    rank=10,
+    needs_special_tokens=True,
+    whole=HarmonyParser,
+)
+
+EXAMPLES = (
+    Example(
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.get-w.x "
+        '<|constrain|>json<|message|>{"city": "Zürich \\"<\\"}"}<|call|><|start|>assistant to=functions.g<|channel|>'
+        "commentary json<|message|> <|call|>",
+        "I look.",
+        calls=(("get-w.x", {"city": 'Zürich "<"}'}), ("g", {})),
+    ),
+    Example(
+        "<|channel|>final<|message|>Hi<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>[1]",
+        "Hi",
+        calls=(("f", [1]),),
+    ),
+    Example(
+        '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
+        '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
+        tools=(ToolSpec("g"),),
+    ),
+    Example(
+        '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "b',
+        calls=(("f", '{"a": "b'),),
+        finish_reason="length",
+        incomplete=True,
+    ),
+    Example(
+        '<|channel|>commentary to=functions.f<|message|>{"a": <|end|>',
+        calls=(("f", '{"a": '),),
+        incomplete=True,
+    ),
+)
