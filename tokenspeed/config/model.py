@@ -19,6 +19,7 @@ from tokenspeed.checkpoint.local import read_json
 from tokenspeed.checkpoint.safetensors_file import read_safetensors
 from tokenspeed.config import gguf_model
 from tokenspeed.config.fields import Fields
+from tokenspeed.config.quantization import Quantization, QuantizationConfig, read_quantization
 from tokenspeed.config.rope import RopeConfig, read_rope
 from tokenspeed.protocol.errors import CheckpointError, ConfigError
 
@@ -89,7 +90,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         qk_norm: per-head RMSNorm on queries and keys (Qwen3).
         attention_bias: biases on q, k, v; o_bias: bias on the output projection; mlp_bias: on the MLP.
         dtype: the checkpoint's own: float32, bfloat16 or float16.
-        qtype: the commonest block type of a GGUF file (`Q4_1`), or the config's quant_method, or None.
+        qtype: the commonest block type of a GGUF file (`Q4_1`), or None.
+        quantization: of safetensors weights, or None when they are not.
+        kv_cache_is_fp8: the checkpoint was made for a KV cache of 8-bit floats.
         eos_token_ids: union of config, generation_config and tokenizer (GGUF: eos, eot, eom).
         sampling_defaults: from generation_config: temperature, top_p, top_k, min_p, repetition_penalty as present.
         extra: family-specific values as found in the file, for families that need more.
@@ -113,6 +116,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool = False
     dtype: Dtype = "bfloat16"
     qtype: str | None = None
+    quantization: QuantizationConfig | None = None
+    kv_cache_is_fp8: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: dict[str, float] = {}
@@ -131,6 +136,7 @@ def read_model_config(checkpoint: Checkpoint, overrides: dict[str, Any] | None =
     """
     path = Path(checkpoint.config_path)
     qtype: str | None = None
+    modelopt: dict[str, Any] | None = None
     if path.suffix == ".gguf":
         file = read_gguf(path)
         values = gguf_model.hf_config(file)
@@ -140,12 +146,15 @@ def read_model_config(checkpoint: Checkpoint, overrides: dict[str, Any] | None =
         values = read_json(path)
         beside = path.parent / "generation_config.json"
         generation = read_json(beside) if beside.is_file() else {}
+        beside = path.parent / "hf_quant_config.json"
+        modelopt = read_json(beside) if beside.is_file() else None
         if values.get("dtype") is None and values.get("torch_dtype") is None and checkpoint.format == "safetensors":
             values = {**values, "dtype": _stored_dtype(checkpoint.weight_files[0])}
     if checkpoint.name == "default":
         generation = DEFAULT_SAMPLING | generation
     fields = Fields(str(path), _patched(values, overrides or {}))
-    return _model_config(fields, Fields(f"{path.parent}/generation_config.json", generation), qtype)
+    quantization = read_quantization(fields, modelopt, f"{path.parent}/hf_quant_config.json")
+    return _model_config(fields, Fields(f"{path.parent}/generation_config.json", generation), qtype, quantization)
 
 
 def _patched(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -188,7 +197,7 @@ def _merged(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]
     return result
 
 
-def _model_config(fields: Fields, generation: Fields, qtype: str | None) -> ModelConfig:
+def _model_config(fields: Fields, generation: Fields, qtype: str | None, quantization: Quantization) -> ModelConfig:
     architecture = _architecture(fields)
     _refuse_unsupported(fields)
     hidden = fields.integer("hidden_size")
@@ -220,6 +229,8 @@ def _model_config(fields: Fields, generation: Fields, qtype: str | None) -> Mode
         qk_norm=architecture == "Qwen3ForCausalLM",
         dtype=_dtype(fields),
         qtype=qtype,
+        quantization=quantization.weights,
+        kv_cache_is_fp8=quantization.kv_cache_is_fp8,
         bos_token_id=fields.token_id("bos_token_id"),
         eos_token_ids=tuple(dict.fromkeys(fields.token_ids("eos_token_id") + generation.token_ids("eos_token_id"))),
         sampling_defaults={name: value for name, value in sampling.items() if value is not None},
@@ -240,15 +251,6 @@ def _architecture(fields: Fields) -> str:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    for name in ("quantization_config", "compression_config"):
-        quantization = fields.get(name)
-        if quantization is None:
-            continue
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise CheckpointError(
-            f"{fields.where}: {name} asks for {method!r}, which is not supported; use the unquantized model "
-            "or a GGUF file of it"
-        )
     if fields.get("hidden_act") not in (None, "silu", "swish"):
         raise fields.bad("hidden_act", "silu")
     layer_types = fields.get("layer_types")
@@ -292,7 +294,8 @@ def _dtype(fields: Fields) -> Dtype:
 
 
 def _stored_dtype(weight_file: str) -> str:
-    """For a config that does not say: the commonest type in the first shard; transformers' float32 when it has none."""
+    """For a config that does not say: the commonest type in the first shard; transformers' float32 when it has none.
+    What 8-bit weights were made from is bfloat16 today."""
     counts = Counter(entry.dtype for entry in read_safetensors(weight_file))
     commonest = counts.most_common(1)[0][0] if counts else "F32"
-    return {"BF16": "bfloat16", "F16": "float16"}.get(commonest, "float32")
+    return {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "bfloat16"}.get(commonest, "float32")

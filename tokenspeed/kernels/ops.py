@@ -59,7 +59,7 @@ class QKVRopeCache(Protocol):
             keys, values: [num_pages, page_size, Hk, D], written at flat slot `slots[t]` = page * page_size + offset.
             slots: [T] int64.
             q_norm, k_norm: [D] weights, or None.
-            k_scale, v_scale: a float8_e4m3fn pool holds key / k_scale and value / v_scale, cut off at 448. 1 for others.
+            k_scale, v_scale: a float8_e4m3fn pool holds key / k_scale and value / v_scale, cut off at 448; else 1.
         Returns:
             q: [T, Hq, D]; may be a view of qkv.
         """

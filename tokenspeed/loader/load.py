@@ -20,6 +20,7 @@ from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.checkpoint.gguf_file import read_gguf
 from tokenspeed.checkpoint.safetensors_file import read_safetensors
 from tokenspeed.config.model import ModelConfig
+from tokenspeed.loader.fp8_weights import pair_fp8, without_kv_scales
 from tokenspeed.loader.gguf_names import CONFIG_TENSORS, query_or_key
 from tokenspeed.loader.weight_stream import WeightStream
 from tokenspeed.loader.weights import CheckpointWeight, DummyWeight, GGUFWeight, SafetensorsWeight, llama_row_order
@@ -73,17 +74,23 @@ def open_weights(checkpoint: Checkpoint, config: ModelConfig, model: Model, seed
     if checkpoint.format == "config":
         return [DummyWeight(name, shape, seed) for name, shape in model.expected_shapes().items()]
     weights: list[CheckpointWeight] = []
-    for path in checkpoint.weight_files:
-        if checkpoint.format == "gguf":
+    if checkpoint.format == "gguf":
+        for path in checkpoint.weight_files:
             weights += _gguf_weights(path, config)
-        else:
-            weights += [SafetensorsWeight(path, entry) for entry in read_safetensors(path)]
+    else:
+        weights += _safetensors_weights(checkpoint, config)
     first: dict[str, CheckpointWeight] = {}
     for weight in weights:
         if weight.name in first:
             raise CheckpointError(f"{weight.where} is also in {first[weight.name].where}; expected it once")
         first[weight.name] = weight
     return weights
+
+
+def _safetensors_weights(checkpoint: Checkpoint, config: ModelConfig) -> list[CheckpointWeight]:
+    stored = [SafetensorsWeight(path, entry) for path in checkpoint.weight_files for entry in read_safetensors(path)]
+    stored = without_kv_scales(stored)
+    return [*stored] if config.quantization is None else pair_fp8(stored, config.quantization)
 
 
 def _gguf_weights(path: str, config: ModelConfig) -> list[CheckpointWeight]:

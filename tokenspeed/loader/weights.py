@@ -20,6 +20,7 @@ from tokenspeed.loader.weight_stream import Span, WeightStream
 from tokenspeed.quantization.interface import CPU, WeightTensor
 
 _SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_E4M3 = "F8_E4M3"
 
 DUMMY_STD = 0.02
 DUMMY_BLOCK_ELEMENTS = 1048573
@@ -45,7 +46,7 @@ class CheckpointWeight(WeightTensor, Protocol):
 
 
 class SafetensorsWeight:
-    """A tensor of a safetensors file."""
+    """A tensor of a safetensors file. e4m3 without its scale is unreadable; `fp8_weights` joins the two."""
 
     qtype: str | None = None
     stream: WeightStream | None = None
@@ -59,12 +60,14 @@ class SafetensorsWeight:
         if entry.dtype not in _SAFETENSORS_DTYPES:
             self.unreadable = f"type {entry.dtype}, expected one of {', '.join(_SAFETENSORS_DTYPES)}"
         self.span = Span(path, entry.offset, entry.nbytes, self.where)
+        self.is_e4m3 = entry.dtype == _E4M3
         self._dtype = entry.dtype
 
     def read(self, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
         """See `WeightTensor.read`. Converted on the device."""
         raw = _bytes(self.span, self.stream, device)
-        return raw.view(_SAFETENSORS_DTYPES[self._dtype]).view(self.shape).to(dtype)
+        stored = torch.float8_e4m3fn if self.is_e4m3 else _SAFETENSORS_DTYPES[self._dtype]
+        return raw.view(stored).view(self.shape).to(dtype)
 
     def raw(self) -> torch.Tensor:
         """Never: safetensors weights are not block-quantized here."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.kernels.ops import Ops
 from tokenspeed.protocol.errors import ConfigError
+from tokenspeed.quantization.fp8 import Fp8
 from tokenspeed.quantization.gguf import GGUF
 from tokenspeed.quantization.interface import Scheme
 from tokenspeed.quantization.unquantized import Unquantized
@@ -15,13 +18,18 @@ GGUF_TYPES = frozenset(
 """Types that the GGUF loader reads; a config's `qtype` outside of them names a method that nothing here implements."""
 
 
-def scheme_for(config: ModelConfig, ops: Ops) -> Scheme:
+def scheme_for(config: ModelConfig, ops: Ops, quantize: Literal["fp8"] | None = None) -> Scheme:
     """The scheme for a model; `scheme.reason` says why.
+
+    Args:
+        quantize: quantize a checkpoint that is not, while it loads.
 
     Raises:
         ConfigError: the checkpoint's quantization method is not one that this version reads.
     """
     dtype = str(ops.dtype).removeprefix("torch.")
+    if config.quantization is not None or quantize is not None:
+        return Fp8(ops, config.quantization)
     if config.qtype is None:
         return Unquantized(ops, f"the checkpoint is not quantized; weights are kept in {dtype}")
     if config.qtype not in GGUF_TYPES:
