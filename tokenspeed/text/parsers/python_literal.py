@@ -65,7 +65,8 @@ def _escape(cursor: Cursor) -> Steps[str | None]:
         return (yield from _digits(cursor, char, _HEX_DIGITS[char], "0123456789abcdefABCDEF", 16))
     if char in "01234567":
         return (yield from _octal(cursor, char))
-    if char == "N" and (yield from cursor.literal("{")):
+    if char == "N" and (yield from cursor.peek()) in ("", "{"):
+        yield from cursor.literal("{")
         name = yield from cursor.within(_NAME_END, _MAX_NAME_CHARS)
         if name is None:
             return None if cursor.ended else "\\N{"
@@ -89,7 +90,9 @@ def _digits(cursor: Cursor, char: str, count: int, alphabet: str, base: int) -> 
 def _octal(cursor: Cursor, digits: str) -> Steps[str | None]:
     while len(digits) < 3:
         char = yield from cursor.peek()
-        if not char or char not in "01234567":
+        if not char:
+            return None
+        if char not in "01234567":
             break
         yield from cursor.literal(char)
         digits += char
