@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -25,6 +26,7 @@ class AddRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=True):
         priority: lower runs earlier under `--schedule-policy priority`; ties by arrival.
         cache_salt: requests with different salts never share prefix pages.
         arrival_s: time.time() at the client.
+        grammar: what the output has to obey, or None.
     """
 
     request_id: str
@@ -33,6 +35,7 @@ class AddRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=True):
     priority: int = 0
     cache_salt: str | None = None
     arrival_s: float = 0.0
+    grammar: GrammarSpec | None = None
 
 
 class AbortRequest(msgspec.Struct, tag="abort", omit_defaults=True):
@@ -88,6 +91,7 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
         finish_reason: on the last output only.
         stop_token_id: the token that ended it, when finish_reason is "stop".
         error: for finish_reason "error": what went wrong, for the user.
+        error_code: `grammar.INVALID_GRAMMAR` when it was the request's own fault, found before any token; else None.
     """
 
     request_id: str
@@ -99,6 +103,7 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    error_code: str | None = None
 
 
 class Outputs(msgspec.Struct, tag="outputs"):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
 
 
@@ -35,6 +36,7 @@ class Admission:
         sampling: seed is always set here: the scheduler has drawn it, and has added `index` for n > 1.
         banned_token_ids: ids whose logit is -inf while fewer than `sampling.min_tokens` output tokens exist
             (the model's end-of-sequence ids, unless ignored, and stop_token_ids).
+        grammar: what the output has to obey, or None. Compiled before the request was admitted.
     """
 
     slot: int
@@ -45,6 +47,7 @@ class Admission:
     pages: tuple[list[int], ...]
     sampling: SamplingParams
     banned_token_ids: tuple[int, ...] = ()
+    grammar: GrammarSpec | None = None
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from enum import Enum
 import msgspec
 
 from tokenspeed.cache.manager import PageTable
+from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.messages import AddRequest
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import TokenLogprobs
@@ -91,6 +92,7 @@ class Request:
     request_id: str
     private_root: bytes | None
     banned_token_ids: tuple[int, ...] = ()
+    grammar: GrammarSpec | None = None
     sequences: dict[int, Sequence] = field(default_factory=dict)
     parked: list[int] = field(default_factory=list)
     num_cached_tokens: int | None = None
@@ -113,6 +115,7 @@ class Request:
             max_len = min(max_len, len(prompt) + sampling.max_tokens)
         stop_ids = stop_ids_of(sampling, eos_token_ids)
         self.banned_token_ids = stop_ids if sampling.min_tokens else ()
+        self.grammar = request.grammar
         for index, table in enumerate(tables):
             self.sequences[index] = Sequence(
                 request=self,

@@ -317,6 +317,7 @@ class Scheduler:
                     pages=tuple(list(pages) for pages in table.pages),
                     sampling=sequence.sampling,
                     banned_token_ids=request.banned_token_ids,
+                    grammar=request.grammar,
                 )
             )
             budget -= self._plan_chunk(sequence, budget, decodes, others)

@@ -1,0 +1,30 @@
+"""What a request's output has to obey. Made and checked by the server, compiled by the engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+
+INVALID_GRAMMAR = "invalid_grammar"
+"""Code of the error that a grammar the engine cannot compile ends its request with."""
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A constraint on the output.
+
+    Fields:
+        kind: what `text` is. "Any JSON object" is a schema, too.
+        text: JSON schema as `grammar.json_schema` has rewritten it, regular expression (the whole output matches),
+            grammar in GBNF notation with the rule `root`, or structural tag as JSON.
+        starts_after: the token ids that end the reasoning; the constraint starts behind their first occurrence in the
+            output. None: it starts at once.
+        param: the request field it came from, for errors.
+    """
+
+    kind: GrammarKind
+    text: str
+    starts_after: tuple[int, ...] | None = None
+    param: str = "response_format"
