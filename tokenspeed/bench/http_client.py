@@ -7,6 +7,7 @@ the answer count as tokens: the first one with a role and the last one with a fi
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
@@ -105,7 +106,7 @@ class RequestResult:
     @property
     def itl_s(self) -> list[float]:
         """Seconds between chunks with tokens."""
-        return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(self.token_times)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float
     buffer = b""
     async for block in response.content.iter_any():
         arrived_s = time.perf_counter()
-        buffer += block.replace(b"\r\n", b"\n")
+        buffer = (buffer + block).replace(b"\r\n", b"\n")  # joined first: a block may end between the two
         *whole, buffer = buffer.split(b"\n\n")
         for event in whole:
             if event.startswith(b"data: {"):

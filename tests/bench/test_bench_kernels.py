@@ -1,0 +1,122 @@
+"""`tokenspeed bench kernels`: cases for every operation, what they count, and a run at a tiny shape."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny_model import write_config
+
+from tokenspeed.bench import device, kernel_cases, kernels
+from tokenspeed.bench.kernel_cases import NotTimed, Setting, cases
+from tokenspeed.checkpoint.local import local_checkpoint
+from tokenspeed.config.model import read_model_config
+from tokenspeed.kernels.registry import REQUIRED, Need, discover
+from tokenspeed.protocol.errors import ConfigError
+
+
+@pytest.fixture
+def setting(tmp_path, monkeypatch) -> Setting:
+    monkeypatch.setattr(kernel_cases, "CACHE_BYTES", 2**12)
+    config = read_model_config(local_checkpoint("tiny", write_config(tmp_path), "dummy"))
+    return Setting(config, torch.device("cpu"), torch.float32, (1, 3), (20,), context_len=33, page_size=16)
+
+
+@pytest.mark.parametrize("op", REQUIRED)
+def test_every_required_operation_runs_on_the_reference(setting, op):
+    need = Need(setting.device, setting.dtype)
+    (reference,) = [found for found in discover() if found.op == op and found.name == "reference"]
+    found = cases(setting, op)
+    assert found, f"declare shapes of {op} in bench/kernel_cases.py"
+    assert {case.rows for case in found} == {1, 3, 20}
+    with torch.inference_mode():
+        for case in found:
+            assert case.num_bytes > 0
+            for call in case.make(reference.make(need)):
+                out = call()
+                assert isinstance(out, torch.Tensor) and out.shape[0] == case.rows and bool(out.isfinite().all())
+
+
+def case_of(setting: Setting, op: str, rows: int, start: str = "") -> kernel_cases.Case:
+    found = [case for case in cases(setting, op) or [] if case.rows == rows and case.shape.startswith(start)]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_counts_by_hand(setting):
+    """Heads 4/2 of 16, hidden 64, inner 96, vocabulary 320, float32."""
+    qkv = case_of(setting, "linear", 3, "qkv")
+    assert (qkv.num_bytes, qkv.flop) == (4 * (64 * 128 + 3 * (64 + 128)), 2 * 3 * 64 * 128)
+    decode = case_of(setting, "paged_attention", 3)
+    assert decode.num_bytes == 4 * 16 * (2 * 3 * 33 * 2 + 2 * 3 * 4)
+    assert decode.flop == 4 * 3 * 33 * 4 * 16
+    prompt = case_of(setting, "paged_attention", 20)
+    assert prompt.flop == 4 * (20 * 21 // 2) * 4 * 16
+    assert case_of(setting, "silu_and_mul", 1).num_bytes == 4 * 3 * 96
+    assert not [case for case in cases(setting, "linear") or [] if case.rows == 20 and case.shape.startswith("head")]
+
+
+def test_calls_use_more_memory_than_the_caches(setting):
+    case = case_of(setting, "linear", 1, "o ")  # 16 KiB of weights, above the patched 4 KiB
+    assert len(case.make(torch.add)) == 1
+    case = case_of(setting, "rms_norm", 1)  # 768 bytes
+    assert len(case.make(torch.add)) == -(-(2**12) // 768)
+
+
+def test_an_unknown_operation_has_no_cases(setting):
+    assert cases(setting, "recorder") is None
+
+
+def test_few_row_kernels_say_what_they_do_not_take(setting):
+    class Few:
+        max_rows = 2
+        qtypes = frozenset({"Q4_0"})
+
+        def why_not(self, in_features: int) -> str | None:
+            return "odd" if in_features == 96 else None
+
+    with pytest.raises(NotTimed, match="takes at most 2 rows"):
+        case_of(setting, "fused_linear", 3, "qkv").make(Few())
+    with pytest.raises(NotTimed, match="odd"):
+        case_of(setting, "fused_linear", 1, "down").make(Few())
+    with pytest.raises(NotTimed, match="does not take Q8_0"):
+        case_of(setting, "block_linear", 1, "Q8_0 qkv").make(Few())
+
+
+def test_a_run_ends_in_one_line_of_json(tmp_path, capsys, monkeypatch, setting):
+    monkeypatch.setattr(device, "CPU_READ_BYTES", 2**20)
+    monkeypatch.setattr(device, "CPU_MATMUL_SIZE", 64)
+    argv = ["--model-config", str(write_config(tmp_path)), "--rows", "1", "--prefill", "none", "--context", "16",
+            "--repeats", "1", "--num-threads", "1", "--dtype", "float32", "--device", "cpu",
+            "--ops", "rms_norm,linear,block_linear"]  # fmt: skip
+    assert kernels.run(argv) == 0
+    *shown, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    rows = found["rows"]
+    assert {row["op"] for row in rows} >= {"rms_norm", "linear"}
+    assert "reference" in {row["implementation"] for row in rows}
+    for op in ("rms_norm", "linear"):
+        shapes = {row["shape"] for row in rows if row["op"] == op}
+        assert sum(row["is_chosen"] for row in rows if row["op"] == op) == len(shapes)
+    for row in rows:
+        assert row["method"] == "cpu"
+        assert row["of_bound"] == pytest.approx(row["bound_us"] / row["time_us"])
+        assert row["gb_per_s"] > 0
+    assert any(line.startswith("rms_norm triton: ") for line in found["not_timed"])
+    assert any("not timed: " in line for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--ops", "rms_norm,nope"], "--ops has 'nope', the operations are: "),
+        (["--dtype", "int8"], "--dtype is 'int8'"),
+        (["--rows", "0"], "--rows"),
+        (["--context", "0"], "--context is 0"),
+        (["--tune"], "unknown flag --tune"),
+    ],
+)
+def test_what_cannot_be_is_refused(argv, words):
+    with pytest.raises(ConfigError, match=words):
+        kernels.run(argv)

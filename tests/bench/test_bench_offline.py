@@ -1,0 +1,230 @@
+"""`tokenspeed bench offline`: its command line, the method, what the bound counts, and a run of a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_model import CONFIG, write_config
+
+from tokenspeed.bench import device, offline
+from tokenspeed.bench.bound import model_cost
+from tokenspeed.bench.offline_args import LONG_LEN, SHORT_LEN, fit, needed_tokens, parse_offline
+from tokenspeed.bench.offline_engine import OfflineEngine
+from tokenspeed.config.args import EngineArgs
+from tokenspeed.config.engine import EngineConfig
+from tokenspeed.engine.llm import configure
+from tokenspeed.protocol.errors import ConfigError
+
+
+def error_of(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_offline(argv)
+    return str(caught.value)
+
+
+def fitted(folder: Path, *argv: str, **changes) -> tuple[EngineArgs, EngineConfig]:
+    own, wishes, given = parse_offline(["--model-config", str(write_config(folder, **changes)), *argv])
+    first = configure(wishes)
+    args = fit(own, wishes, given, first.model, first)
+    return args, configure(args)
+
+
+# --- the command line --------------------------------------------------------------------------------------------
+
+
+def test_engine_flags_may_follow():
+    own, engine, given = parse_offline(
+        ["--model-config", "c.json", "--load-format", "dummy", "--prompt-len", "512", "--batch", "1,4,16", "--dtype",
+         "bfloat16", "--prefill", "1x1024,16x1024", "--num-threads=1"]
+    )  # fmt: skip
+    assert (own.batch, own.prompt_len, own.prefill) == ((1, 4, 16), 512, ((1, 1024), (16, 1024)))
+    assert (engine.model, engine.load_format, engine.dtype, engine.num_threads) == ("c.json", "dummy", "bfloat16", 1)
+    assert engine.skip_tokenizer_init and not engine.enable_prefix_caching
+    assert given == {"load_format", "dtype", "num_threads"}
+
+
+def test_defaults():
+    own, engine, _ = parse_offline([])
+    assert (own.prompt_len, own.batch, own.repeats, engine.model) == (512, (1, 4, 16), 3, "default")
+    assert own.prefill_shapes(40960) == ((1, 1024), (1, 8000), (16, 1024))
+    assert own.prefill_shapes(2048) == ((1, 1024), (16, 1024))
+    assert parse_offline(["--prefill", "none"])[0].prefill_shapes(40960) == ()
+    assert parse_offline(["some/model"])[1].model == "some/model"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--batch", "1,0"], "--batch"),
+        (["--batch", "x"], "--batch"),
+        (["--prefill", "1024"], "--prefill"),
+        (["--repeats", "0"], "--repeats is 0"),
+        (["--port", "1"], "--port concerns only the server"),
+        (["--max-queue-len", "3"], "--max-queue-len concerns only the server"),
+        (["--enable-prefix-caching"], "would hide work"),
+        (["--tokenizer", "t"], "--tokenizer has no effect"),
+        (["--model-config", "c.json", "--model", "m"], "given twice"),
+        (["--model-config", "c.json", "m"], "given twice"),
+        (["--model-config", "c.json", "--load-format", "gguf"], "use --load-format dummy"),
+        (["--promt-len", "3"], "unknown flag --promt-len"),
+    ],
+)
+def test_what_cannot_be_is_refused(argv, words):
+    assert words in error_of(*argv)
+
+
+def test_sizes_left_open_hold_every_shape(tmp_path):
+    args, config = fitted(tmp_path, "--prompt-len", "32", "--batch", "1,200", "--prefill", "2x400")
+    assert (config.max_model_len, config.max_num_seqs) == (401, 200)
+    assert config.max_num_batched_tokens >= 400
+    assert config.num_pages is not None
+    own = parse_offline(["--prompt-len", "32", "--batch", "1,200"])[0]
+    needed = needed_tokens(own, ((2, 400),), config.page_size)
+    assert config.num_pages * config.page_size >= needed >= 200 * (32 + LONG_LEN)
+    assert args.max_total_tokens == needed
+
+
+def test_sizes_that_were_given_stay(tmp_path):
+    _, config = fitted(tmp_path, "--prompt-len", "32", "--batch", "2", "--prefill", "none", "--max-model-len", "300",
+                       "--max-num-seqs", "3", "--chunked-prefill-size", "64", "--max-total-tokens", "1024")  # fmt: skip
+    assert (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens) == (300, 3, 64)
+    assert config.num_pages == 1024 // config.page_size
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--prompt-len", "400"], "the longest request has 552 tokens .* the context is 512"),
+        (["--batch", "none", "--prefill", "1x512"], "the longest request has 513 tokens"),
+        (["--batch", "none", "--prefill", "none"], "nothing to measure"),
+        (["--prompt-len", "9", "--batch", "8", "--max-num-seqs", "4"], "--max-num-seqs is 4, but 8 requests"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(tmp_path, argv, words):
+    with pytest.raises(ConfigError, match=words):
+        fitted(tmp_path, *argv)
+
+
+def test_a_split_prompt_is_no_whole_forward(tmp_path):
+    argv = ["--model-config", str(write_config(tmp_path)), "--batch", "none", "--prefill", "2x100"]
+    with pytest.raises(ConfigError, match=r"a step takes 64 tokens .* a prompt of 100 would be split"):
+        offline.run([*argv, "--chunked-prefill-size", "64", "--num-threads", "1"])
+    with pytest.raises(ConfigError, match="the KV cache holds 128 tokens, the largest shape takes"):
+        offline.run([*argv, "--max-total-tokens", "128", "--num-threads", "1"])
+
+
+# --- the method --------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_the_difference_of_the_two_runs():
+    assert (SHORT_LEN, LONG_LEN) == (24, 152)
+    assert offline.step_s(0.7 + 24 * 0.01, 0.7 + 152 * 0.01) == pytest.approx(0.01)
+
+
+class FakeEngine:
+    """Time is counted, not passed: 2 s a prompt of the batch, 10 ms a token."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[int, int]] = []
+        self.prompts: list[tuple[int, ...]] = []
+
+    def run(self, prompts: list[list[int]], output_len: int) -> float:
+        self.runs.append((len(prompts), output_len))
+        self.prompts += map(tuple, prompts)
+        return 2.0 * len(prompts) + 0.01 * output_len
+
+
+def test_prefill_cancels_out_and_one_run_is_for_warmth():
+    engine = FakeEngine()
+    measured = offline.Measurements(engine, vocab_size=50, repeats=2, seed=0)
+    assert measured.decode_s(3, 20) == pytest.approx([0.01, 0.01])
+    assert engine.runs == [(3, 24), (3, 24), (3, 152), (3, 24), (3, 152)]
+    assert measured.forward_s(2, 5) == pytest.approx([4.01, 4.01])
+    assert engine.runs[5:] == [(2, 1)] * 3
+    assert len(set(engine.prompts)) == len(engine.prompts), "a prompt that comes again could be cached"
+
+
+# --- the bound ---------------------------------------------------------------------------------------------------
+
+
+def sizes(tied: bool) -> tuple[int, int, int]:
+    """(matrices, norms, vocabulary) of the tiny model, counted by hand."""
+    hidden, inner, layers = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["num_hidden_layers"]
+    heads, kv_heads, dim = 4, 2, 16
+    attention = hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden
+    norms = layers * (2 * hidden + 2 * dim) + hidden
+    return layers * (attention + 3 * hidden * inner), norms, CONFIG["vocab_size"] * hidden
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weight_bytes_count_the_head_whole_and_the_table_by_rows(tmp_path, tied):
+    _, config = fitted(tmp_path, "--prompt-len", "32", "--prefill", "none", tie_word_embeddings=tied)
+    cost = model_cost(config)
+    matrices, norms, vocabulary = sizes(tied)
+    assert cost.weight_bytes == 4 * (matrices + norms + vocabulary)
+    assert cost.decode_bytes(5) == cost.weight_bytes + 5 * 64 * 4
+    assert cost.kv_bytes(3, 10) == 3 * 10 * 2 * 2 * 2 * 16 * 4
+    assert (cost.matrix_size, cost.head_size) == (matrices, vocabulary)
+
+
+def test_prefill_operations(tmp_path):
+    _, config = fitted(tmp_path, "--prompt-len", "32", "--prefill", "none")
+    cost = model_cost(config)
+    matrices, _, vocabulary = sizes(False)
+    attention = 4 * (2 * 4 * 16) * (1 + 2 + 3)
+    assert cost.prefill_flop(2, 3) == 2 * (2 * matrices * 3 + attention + 2 * vocabulary)
+
+
+def test_qwen3_8b_has_the_bound_of_the_targets(tmp_path):
+    """15.1 GB of bf16 weights a step, 3.56 ms at 4.26 TB/s."""
+    shape = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+                 num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+                 torch_dtype="bfloat16")  # fmt: skip
+    _, config = fitted(tmp_path, "--batch", "1", "--prefill", "none", "--dtype", "bfloat16", **shape)
+    assert model_cost(config).decode_bytes(1) / 4.26e12 * 1e3 == pytest.approx(3.56, abs=0.01)
+
+
+def test_gguf_weights_count_as_they_are_stored(default_checkpoint):
+    config = configure(EngineArgs(skip_tokenizer_init=True, max_model_len=64, max_total_tokens=64))
+    cost = model_cost(config)
+    size = Path(default_checkpoint.weight_files[0]).stat().st_size
+    assert 0.95 * size < cost.weight_bytes < size
+
+
+# --- a run -------------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_counts_tokens_and_ends(tmp_path):
+    _, config = fitted(tmp_path, "--prompt-len", "8", "--batch", "3", "--prefill", "none", "--num-threads", "1")
+    engine = OfflineEngine(config)
+    try:
+        assert engine.run([[1, 2], [3], [4, 5, 6]], 7) > 0
+        assert engine.stats().num_generated_tokens == 21
+        assert engine.run([[9] * 8], 1) > 0
+        stats = engine.stats()
+        assert (stats.num_generated_tokens, stats.num_prompt_tokens, stats.num_running) == (22, 14, 0)
+    finally:
+        engine.close()
+
+
+def test_a_run_ends_in_one_line_of_json(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(device, "CPU_READ_BYTES", 2**20)
+    monkeypatch.setattr(device, "CPU_MATMUL_SIZE", 64)
+    argv = ["--model-config", str(write_config(tmp_path)), "--load-format", "dummy", "--prompt-len", "16", "--batch",
+            "1,3", "--prefill", "1x64,2x32", "--repeats", "1", "--num-threads", "1"]  # fmt: skip
+    assert offline.run(argv) == 0
+    *shown, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    assert [row["batch"] for row in found["decode"]] == [1, 3]
+    assert [(row["num_prompts"], row["prompt_len"]) for row in found["prefill"]] == [(1, 64), (2, 32)]
+    for row in found["decode"]:
+        assert row["output_tok_s"] == pytest.approx(row["batch"] / row["tpot_ms"] * 1e3)
+        assert row["bound_ms"] == pytest.approx(row["weight_bytes"] / found["bytes_per_s"] * 1e3)
+        assert row["of_bound"] == pytest.approx(row["bound_ms"] / row["tpot_ms"])
+        assert row["kv_bytes"] == row["batch"] * (16 + 88) * 512
+    assert (found["benchmark"], found["load_format"], found["num_threads"]) == ("offline", "dummy", 1)
+    assert 0 < found["engine_start_s"] < found["process_to_ready_s"]
+    assert any("decode, prompts of 16 tokens" in line for line in shown)
+    assert any(line.startswith("start to ready:") for line in shown)
