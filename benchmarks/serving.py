@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -30,23 +30,10 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
+from tokenspeed.bench.http_client import RequestResult, Timeouts, find_model, open_session, stream_request
 from tokenspeed.checkpoint.resolve import resolve_checkpoint
 
 READY_TIMEOUT_S = 120.0
-
-
-@dataclass(slots=True)
-class Stream:
-    """One measured request; seconds."""
-
-    ttft_s: float
-    latency_s: float
-    num_output_tokens: int
-
-    @property
-    def decode_tok_s(self) -> float:
-        """Tokens a second after the first."""
-        return (self.num_output_tokens - 1) / (self.latency_s - self.ttft_s)
 
 
 @dataclass(slots=True)
@@ -116,24 +103,26 @@ def server(model: str, extra: list[str]) -> Iterator[tuple[str, float]]:
 
 
 async def wait_ready(base_url: str, process: subprocess.Popen[bytes]) -> float:
+    """When it was ready, by the clock of `time.perf_counter`."""
     deadline = time.perf_counter() + READY_TIMEOUT_S
-    async with aiohttp.ClientSession() as session:
+    async with open_session() as session:
         while time.perf_counter() < deadline:
             if process.poll() is not None:
                 raise SystemExit(f"the server exited with code {process.returncode} before it was ready")
             try:
-                async with session.get(f"{base_url}/readiness") as response:
-                    if response.status == 200:
-                        return time.perf_counter()
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.02)
+                await find_model(session, base_url, 0.0)
+                return time.perf_counter()
+            except TimeoutError:
+                await asyncio.sleep(0.02)
     raise SystemExit(f"the server was not ready after {READY_TIMEOUT_S:.0f} s")
 
 
-async def one_stream(session: aiohttp.ClientSession, url: str, prompt: list[int], output_len: int) -> Stream:
+async def one_stream(
+    session: aiohttp.ClientSession, url: str, model: str, prompt: list[int], output_len: int
+) -> RequestResult:
+    """A request that gave exactly what was asked for."""
     body = {
-        "model": session.headers["x-model"],
+        "model": model,
         "prompt": prompt,
         "max_tokens": output_len,
         "temperature": 0,
@@ -141,27 +130,12 @@ async def one_stream(session: aiohttp.ClientSession, url: str, prompt: list[int]
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    started = time.perf_counter()
-    first: float | None = None
-    last = started
-    usage = 0
-    async with session.post(f"{url}/v1/completions", json=body) as response:
-        if response.status != 200:
-            raise SystemExit(f"the server answered {response.status}: {await response.text()}")
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            if event.get("error"):
-                raise SystemExit(f"the stream ended in an error: {event['error']}")
-            if event.get("usage"):
-                usage = event["usage"]["completion_tokens"]
-            if event["choices"]:
-                last = time.perf_counter()
-                first = first or last
-    if usage != output_len or first is None:
-        raise SystemExit(f"asked for {output_len} tokens, got {usage}")
-    return Stream(first - started, last - started, usage)
+    result = await stream_request(session, f"{url}/v1/completions", body)
+    if result.error is not None:
+        raise SystemExit(f"a request failed: {result.error}")
+    if result.output_len != output_len or not result.token_times:
+        raise SystemExit(f"asked for {output_len} tokens, got {result.output_len}")
+    return result
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:
@@ -170,23 +144,19 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
 
 async def measure_server(base_url: str, args: argparse.Namespace, report: Report) -> None:
     rng = random.Random(args.seed)
-    async with aiohttp.ClientSession() as probe, probe.get(f"{base_url}/v1/models") as response:
-        model_id = (await response.json())["data"][0]["id"]
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(connector=connector, headers={"x-model": model_id}, timeout=timeout) as session:
+    async with open_session(timeouts=Timeouts(request_s=600.0)) as session:
+        model = await find_model(session, base_url, 0.0)
 
-        async def together(concurrency: int) -> tuple[float, list[Stream]]:
-            prompts = [random_prompt(rng, args.input_len) for _ in range(concurrency)]
+        async def one(input_len: int, output_len: int) -> RequestResult:
+            return await one_stream(session, base_url, model, random_prompt(rng, input_len), output_len)
+
+        async def together(concurrency: int) -> tuple[float, list[RequestResult]]:
             started = time.perf_counter()
-            streams = await asyncio.gather(*(one_stream(session, base_url, p, args.output_len) for p in prompts))
+            streams = await asyncio.gather(*(one(args.input_len, args.output_len) for _ in range(concurrency)))
             return time.perf_counter() - started, list(streams)
 
-        first_tokens = [
-            (await one_stream(session, base_url, random_prompt(rng, args.ttft_len), 2)).ttft_s
-            for _ in range(args.repeats + 1)
-        ][1:]
-        report.ttft_512_ms = statistics.median(first_tokens) * 1e3
+        first_tokens = [(await one(args.ttft_len, 2)).ttft_s for _ in range(args.repeats + 1)][1:]
+        report.ttft_512_ms = median(first_tokens) * 1e3
         for concurrency in concurrencies(args):
             await together(concurrency)
             rounds = [await together(concurrency) for _ in range(args.repeats)]
@@ -198,10 +168,15 @@ async def measure_server(base_url: str, args: argparse.Namespace, report: Report
                     input_len=args.input_len,
                     output_len=args.output_len,
                     output_tok_s=statistics.median(concurrency * args.output_len / wall for wall, _ in rounds),
-                    decode_tok_s=statistics.median(stream.decode_tok_s for stream in streams),
-                    ttft_ms=statistics.median(stream.ttft_s for stream in streams) * 1e3,
+                    decode_tok_s=1 / median(stream.tpot_s for stream in streams),
+                    ttft_ms=median(stream.ttft_s for stream in streams) * 1e3,
                 )
             )
+
+
+def median(seconds: Iterable[float | None]) -> float:
+    """Of values that every answer here has: `one_stream` has seen its tokens."""
+    return statistics.median(value for value in seconds if value is not None)
 
 
 def concurrencies(args: argparse.Namespace) -> list[int]:
