@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# Numbers that grow with batch or context are not written into the kernel: each variant would compile anew.
+@triton.jit(do_not_specialize=["num_rows", "token_ids_stride", "page_table_stride", "out_pages_stride"])
 def _decode_inputs_kernel(
     rows_ptr,
     token_ids_ptr,

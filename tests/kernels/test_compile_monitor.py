@@ -1,0 +1,90 @@
+"""The monitor counts compilations, and after `serving` does what the variable says."""
+
+from __future__ import annotations
+
+import logging
+import types
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from tokenspeed.kernels.triton.compile_monitor import CompiledWhileServing, CompileMonitor  # noqa: E402
+from tokenspeed.protocol.errors import ConfigError  # noqa: E402
+
+
+def compiled(name: str = "_gemv_kernel", seconds: float = 1.5, cache_hit: bool = False) -> None:
+    """What Triton does at the end of a compilation."""
+    triton.knobs.compilation.listener(
+        src=types.SimpleNamespace(name=name),
+        metadata={"name": name},
+        metadata_group={},
+        times=types.SimpleNamespace(total=int(seconds * 1e6)),
+        cache_hit=cache_hit,
+    )
+
+
+@pytest.fixture
+def monitor():
+    made = []
+
+    def install(mode: str = "off") -> CompileMonitor:
+        made.append(CompileMonitor(mode))
+        made[-1].install()
+        return made[-1]
+
+    yield install
+    for each in reversed(made):
+        each.remove()
+    assert triton.knobs.compilation.listener is None
+
+
+def test_totals(monitor):
+    watching = monitor()
+    compiled(seconds=1.5)
+    compiled(seconds=0.5)
+    compiled(cache_hit=True)
+    assert watching.totals() == (2, 2.0)
+    assert watching.num_loaded == 1
+
+
+def test_the_listener_before_still_hears(monitor):
+    first, second = monitor(), monitor("warn")
+    compiled()
+    assert first.num_compiled == second.num_compiled == 1
+
+
+@pytest.mark.parametrize("cache_hit", [False, True])
+def test_modes(monitor, caplog, cache_hit):
+    caplog.set_level(logging.WARNING)
+    warn = monitor("warn")
+    compiled("early", cache_hit=cache_hit)
+    assert not caplog.records
+    warn.serving()
+    compiled("late", cache_hit=cache_hit)
+    assert "late was" in caplog.text and "while serving" in caplog.text
+    strict = monitor("error")
+    compiled("early", cache_hit=cache_hit)
+    strict.serving()
+    with pytest.raises(CompiledWhileServing, match="late was"):
+        compiled("late", cache_hit=cache_hit)
+
+
+def test_off_says_nothing(monitor, caplog):
+    monitor("off").serving()
+    compiled()
+    assert not caplog.records
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ConfigError, match=r"TOKENSPEED_JIT_COMPILE_CHECK is 'loud'.*off, warn, error"):
+        CompileMonitor("loud")
+
+
+def test_triton_really_calls_it(monitor):
+    """The keyword arguments are Triton's own; a version that changes them must fail here, not in a server."""
+    import inspect
+
+    parameters = inspect.signature(triton.knobs.CompilationListener.__call__).parameters
+    ours = inspect.signature(CompileMonitor._on_compile).parameters
+    assert list(parameters) == list(ours)

@@ -1,0 +1,177 @@
+"""Compile workers: who starts how many with what, what their failure costs, and when they are not needed.
+
+Workers here are small Python programs in place of the real one; there is no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import time
+import types
+
+import msgspec
+import pytest
+
+from tokenspeed.checkpoint.checkpoint import Checkpoint
+from tokenspeed.config.engine import Choice, EngineConfig
+from tokenspeed.config.gpu_choices import capture_ladder
+from tokenspeed.models.registry import examples
+from tokenspeed.runner import compile
+from tokenspeed.runner.compile import my_share, num_workers, prepare_cache, start_compile, twin
+from tokenspeed.runner.warm_up import plan_pages, representatives, warm_up_plans
+
+GIB = 2**30
+CONFIG = EngineConfig(
+    model=examples()[0],
+    checkpoint=Checkpoint(name="x", format="safetensors", config_path="/x", weight_files=("/w",), tokenizer_path="/x"),
+    load_format="safetensors",
+    device="cuda",
+    dtype="bfloat16",
+    kv_cache_dtype="bfloat16",
+    max_model_len=4096,
+    max_num_seqs=160,
+    max_num_batched_tokens=8192,
+    page_size=64,
+    num_pages=None,
+    kv_memory_bytes=None,
+    enable_prefix_caching=True,
+    enable_overlap=True,
+    enforce_eager=False,
+    schedule_policy="fifo",
+    attention_backend="auto",
+    num_threads=3,
+    seed=5,
+    max_queue_len=5,
+    gpu_memory_utilization=0.88,
+    capture_sizes=capture_ladder(160),
+    choices=(Choice("--seed", "5", "drawn"),),
+)
+OUR_VARIABLES = (compile.CACHE_VARIABLE, compile.WORKER_VARIABLE)
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A cache folder, a made-up GPU, and workers that run the given code."""
+    for name in OUR_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that what the code sets is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(compile, "cache_folders", lambda: [tmp_path / "cache"])
+    cuda = types.SimpleNamespace(mem_get_info=lambda: (100 * GIB, 100 * GIB), get_device_name=lambda: "A GPU")
+    monkeypatch.setattr(compile.torch, "cuda", cuda)
+    real = subprocess.Popen
+    started = []
+
+    def use(code: str) -> list[subprocess.Popen[bytes]]:
+        def popen(command, **named):
+            assert command[1:3] == ["-m", "tokenspeed.runner.compile_worker"]
+            started.append(real([sys.executable, "-c", code, command[3]], **named))
+            return started[-1]
+
+        monkeypatch.setattr(compile.subprocess, "Popen", popen)
+        return started
+
+    return use
+
+
+def test_the_twin_has_the_same_kernels_and_little_memory():
+    small = twin(CONFIG)
+    assert small.model == msgspec.structs.replace(CONFIG.model, num_layers=1)
+    assert (small.load_format, small.checkpoint.format, small.checkpoint.weight_files) == ("dummy", "config", ())
+    assert small.num_pages == 64 and small.num_pages >= plan_pages(warm_up_plans(160, 4096, 1024, 64))
+    assert small.capture_sizes == representatives(CONFIG.capture_sizes)
+    same = ("dtype", "page_size", "max_model_len", "max_num_seqs", "attention_backend", "kv_cache_dtype")
+    assert all(getattr(small, name) == getattr(CONFIG, name) for name in same)
+
+
+def test_shares_cover_everything_once(monkeypatch):
+    assert my_share(range(7)) == list(range(7))
+    shares = []
+    for index in range(3):
+        monkeypatch.setenv(compile.WORKER_VARIABLE, f"{index}/3")
+        shares.append(my_share(range(7)))
+    assert sorted(item for share in shares for item in share) == list(range(7))
+    assert all(shares)
+
+
+def test_as_many_workers_as_cores_work_and_memory_allow():
+    assert num_workers(CONFIG, 1000 * GIB) == 3
+    many = msgspec.structs.replace(CONFIG, num_threads=200)
+    assert num_workers(many, 10**6 * GIB) == compile.MAX_WORKERS
+    assert num_workers(many, 0) == 1
+    assert num_workers(many, 40 * GIB) == 6
+
+
+def test_success_is_remembered(machine, tmp_path):
+    started = machine("import os, sys; print(os.environ['TOKENSPEED_COMPILE_WORKER'], os.environ['TRITON_CACHE_DIR'])")
+    with start_compile(CONFIG) as job:
+        order = job._folder / "order"
+        assert msgspec.msgpack.decode(order.read_bytes(), type=EngineConfig) == twin(CONFIG)
+        folder = job._folder
+        assert "3 processes" in job.wait()
+        assert not folder.exists()
+    assert os.environ[compile.CACHE_VARIABLE] == str(tmp_path / "cache/triton")
+    with start_compile(CONFIG) as job:
+        assert "compiled before" in job.wait()
+    assert len(started) == 3
+    with start_compile(msgspec.structs.replace(CONFIG, page_size=32)) as job:
+        job.wait()
+    assert len(started) == 6, "another page size is another set of kernels"
+    elsewhere = msgspec.structs.replace(CONFIG, checkpoint=msgspec.structs.replace(CONFIG.checkpoint, name="y"))
+    with start_compile(msgspec.structs.replace(elsewhere, seed=9)) as job:
+        assert "compiled before" in job.wait()
+
+
+def test_failed_workers_cost_time_only(machine, caplog):
+    machine("import os, sys; print('no such kernel'); sys.exit(os.environ['TOKENSPEED_COMPILE_WORKER'] == '1/3')")
+    with start_compile(CONFIG) as job:
+        assert "1 failed, the rest is compiled when first used" in job.wait()
+    assert "worker 1 ended with code 1: no such kernel" in caplog.text
+    with start_compile(CONFIG) as job:
+        assert "1 failed" in job.wait(), "it is tried again"
+
+
+def test_workers_end_with_the_engine(machine):
+    started = machine("import time; time.sleep(60)")
+    with pytest.raises(ZeroDivisionError), start_compile(CONFIG) as job:
+        folder = job._folder
+        raise ZeroDivisionError
+    assert [worker.poll() for worker in started] == [-9] * 3
+    assert not folder.exists()
+
+
+def test_a_worker_that_hangs_is_given_up(machine, monkeypatch, caplog):
+    monkeypatch.setattr(compile, "WORKER_TIMEOUT_S", 0.3)
+    started = machine("import time; time.sleep(60)")
+    began = time.monotonic()
+    with start_compile(CONFIG) as job:
+        assert "3 failed" in job.wait()
+    assert time.monotonic() - began < 30
+    assert "took more than" in caplog.text
+    assert all(worker.poll() is not None for worker in started)
+
+
+def test_a_worker_starts_no_workers(machine, monkeypatch):
+    machine("raise SystemExit(1)")
+    monkeypatch.setenv(compile.WORKER_VARIABLE, "0/2")
+    with start_compile(CONFIG) as job:
+        assert "a worker" in job.wait()
+
+
+def test_cache_folders(machine, tmp_path, monkeypatch):
+    open_folder = tmp_path / "open" / "triton"
+    open_folder.mkdir(parents=True)
+    open_folder.chmod(0o777)
+    monkeypatch.setattr(compile, "cache_folders", lambda: [tmp_path / "open", tmp_path / "second"])
+    assert prepare_cache() == tmp_path / "second/triton", "others may write to the first"
+    assert stat.S_IMODE((tmp_path / "second/triton").stat().st_mode) == 0o700
+    monkeypatch.setenv(compile.CACHE_VARIABLE, str(tmp_path / "mine"))
+    assert prepare_cache() == tmp_path / "mine"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(compile.CACHE_VARIABLE, str(tmp_path / "file" / "x"))
+    assert prepare_cache() is None
+    machine("pass")
+    with start_compile(CONFIG) as job:
+        assert "no cache folder" in job.wait()

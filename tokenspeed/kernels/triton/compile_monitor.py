@@ -1,0 +1,81 @@
+"""Counts what Triton compiles in this process, and watches that nothing is compiled while requests are served.
+
+A kernel variant that was not warmed up stalls every running stream for a second. TOKENSPEED_JIT_COMPILE_CHECK decides
+what a launch that finds its kernel missing does after `serving`: `off` nothing, `warn` a log line, `error` an exception
+(which ends the step, and with it the engine: for tests).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import triton
+
+from tokenspeed.protocol.errors import ConfigError
+
+VARIABLE = "TOKENSPEED_JIT_COMPILE_CHECK"
+MODES = ("off", "warn", "error")
+
+logger = logging.getLogger(__name__)
+
+
+class CompiledWhileServing(RuntimeError):
+    """A kernel was not ready when a request needed it."""
+
+
+class CompileMonitor:
+    """Triton's compilation listener. One a process; passes on to the listener that was there before.
+
+    Args:
+        mode: value of the variable.
+    Raises:
+        ConfigError: a mode that does not exist.
+    """
+
+    def __init__(self, mode: str = "off") -> None:
+        if mode not in MODES:
+            raise ConfigError(f"{VARIABLE} is {mode!r}, it must be one of: {', '.join(MODES)}")
+        self._mode = mode
+        self._is_serving = False
+        self._before: Any = None
+        self.num_compiled = 0
+        self.compile_s = 0.0
+        self.num_loaded = 0
+
+    def install(self) -> None:
+        """Listen from now on."""
+        self._before = triton.knobs.compilation.listener
+        triton.knobs.compilation.listener = self._on_compile
+
+    def remove(self) -> None:
+        """Listen no more."""
+        triton.knobs.compilation.listener = self._before
+
+    def serving(self) -> None:
+        """Everything should be ready from now on."""
+        self._is_serving = True
+
+    def totals(self) -> tuple[int, float]:
+        """Kernels compiled by this process and the seconds that took; those loaded from the disk do not count."""
+        return self.num_compiled, self.compile_s
+
+    def _on_compile(
+        self, *, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], times: Any, cache_hit: bool
+    ) -> None:
+        if self._before is not None:
+            self._before(src=src, metadata=metadata, metadata_group=metadata_group, times=times, cache_hit=cache_hit)
+        seconds = times.total / 1e6
+        if cache_hit:
+            self.num_loaded += 1
+        else:
+            self.num_compiled += 1
+            self.compile_s += seconds
+        if not self._is_serving or self._mode == "off":
+            return
+        name = metadata.get("name") or getattr(src, "name", "a kernel")
+        did = "loaded from the disk" if cache_hit else f"compiled in {seconds:.2f} s"
+        message = f"{name} was {did} while serving: this variant is missing from the warm-up"
+        if self._mode == "error":
+            raise CompiledWhileServing(message)
+        logger.warning("%s", message)

@@ -1,0 +1,216 @@
+"""Compiles the kernels that a model needs in worker processes, while the engine loads its weights.
+
+A worker builds a twin of the model with one layer of random weights and runs its share of the steps that stand for all
+(`warm_up`). Every launch of the real model has its like there, whatever the family, the quantization or the kernel, so
+nothing has to be listed. What is left behind is Triton's cache on disk, keyed by source, versions and GPU; the engine
+finds it there. A worker that fails costs time, not correctness: the engine then compiles by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import torch
+
+import tokenspeed.kernels.triton
+from tokenspeed.checkpoint.checkpoint import Checkpoint
+from tokenspeed.config.engine import EngineConfig
+from tokenspeed.kernels.cpu.native.build import cache_folders
+from tokenspeed.runner.warm_up import plan_pages, representatives, warm_up_plans
+
+CACHE_VARIABLE = "TRITON_CACHE_DIR"
+WORKER_VARIABLE = "TOKENSPEED_COMPILE_WORKER"
+"""Set by this module for its own workers: `index/count`."""
+
+MAX_WORKERS = 16
+MEMORY_SHARE = 0.25
+"""Of the GPU's free memory, for all workers together; the engine's own weights come at the same time."""
+CONTEXT_BYTES = 3 * 2**29
+"""CUDA context, kernels, workspaces and activations of a worker."""
+WORKER_TIMEOUT_S = 600.0
+TWIN_BATCH_TOKENS = 1024
+
+Item = TypeVar("Item")
+
+logger = logging.getLogger(__name__)
+
+
+class CompileJob:
+    """Workers that compile; `wait` for them before memory is measured, because they use the same GPU. Leaving its
+    `with` block ends those that still run.
+
+    Args:
+        folder: of their order and logs, removed at the end; None when there is nothing to do.
+        marker: written when all succeeded.
+    """
+
+    def __init__(
+        self, workers: Sequence[subprocess.Popen[bytes]], folder: Path | None, marker: Path | None, about: str
+    ) -> None:
+        self._workers = workers
+        self._folder = folder
+        self._marker = marker
+        self._about = about
+        self._started_s = time.monotonic()
+
+    def __enter__(self) -> CompileJob:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def wait(self) -> str:
+        """Until every worker has ended; returns a line for the log."""
+        if not self._workers:
+            return self._about
+        deadline_s = self._started_s + WORKER_TIMEOUT_S
+        failed = 0
+        try:
+            for index, worker in enumerate(self._workers):
+                try:
+                    code = worker.wait(max(0.0, deadline_s - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    code = None
+                if code != 0:
+                    failed += 1
+                    reason = f"took more than {WORKER_TIMEOUT_S:.0f} s" if code is None else f"ended with code {code}"
+                    logger.warning("kernel compile worker %d %s: %s", index, reason, self._last_words(index))
+        finally:
+            self.stop()
+        seconds = time.monotonic() - self._started_s
+        if failed == 0 and self._marker is not None:
+            self._marker.touch()
+        rest = f"; {failed} failed, the rest is compiled when first used" if failed else ""
+        return f"kernels: compiled by {len(self._workers)} processes in {seconds:.1f} s{rest}"
+
+    def stop(self) -> None:
+        """End the workers that still run and remove their folder. Safe to call again."""
+        for worker in self._workers:
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _last_words(self, index: int) -> str:
+        assert self._folder is not None
+        try:
+            lines = (self._folder / f"{index}.log").read_text(errors="replace").strip().splitlines()
+        except OSError:
+            lines = []
+        return lines[-1] if lines else "it said nothing"
+
+
+def start_compile(config: EngineConfig) -> CompileJob:
+    """Set Triton's cache folder and start the workers. Call before the first kernel is launched.
+
+    In a worker itself, and where everything was compiled before, there is nothing to do.
+    """
+    if os.environ.get(WORKER_VARIABLE):
+        return CompileJob((), None, None, "kernels: compiled here, a worker")
+    folder = prepare_cache()
+    if folder is None:
+        return CompileJob((), None, None, "kernels: compiled when first used, no cache folder can be written")
+    marker = folder / f"warm-{_key(config)}"
+    if marker.exists():
+        return CompileJob((), None, None, f"kernels: compiled before, in {folder}")
+    count = num_workers(config, torch.cuda.mem_get_info()[0])
+    work = Path(tempfile.mkdtemp(prefix="tokenspeed-compile-"))
+    (work / "order").write_bytes(msgspec.msgpack.encode(twin(config)))
+    return CompileJob([_start_worker(work, index, count) for index in range(count)], work, marker, "")
+
+
+def prepare_cache() -> Path | None:
+    """Point Triton at our cache folder, unless the user has chosen one; None when none can be written."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    candidates = [Path(chosen)] if chosen else [folder / "triton" for folder in cache_folders()]
+    for folder in candidates:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            status = folder.stat()
+        except OSError:
+            continue
+        # Kernels from a folder that others can write to would be their code in our process.
+        if os.access(folder, os.W_OK) and (chosen or (status.st_uid == os.getuid() and not status.st_mode & 0o002)):
+            os.environ[CACHE_VARIABLE] = str(folder)
+            return folder
+    return None
+
+
+def twin(config: EngineConfig) -> EngineConfig:
+    """The same engine with one layer, random weights and a pool of one sequence."""
+    batch_tokens = min(config.max_num_batched_tokens, TWIN_BATCH_TOKENS)
+    plans = warm_up_plans(config.max_num_seqs, config.max_model_len, batch_tokens, config.page_size)
+    num_pages = max(-(-config.max_model_len // config.page_size), plan_pages(plans))
+    return msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(config.model, num_layers=1),
+        checkpoint=msgspec.structs.replace(config.checkpoint, format="config", weight_files=()),
+        load_format="dummy",
+        max_num_batched_tokens=batch_tokens,
+        num_pages=num_pages,
+        kv_memory_bytes=None,
+        gpu_memory_utilization=1.0,
+        capture_sizes=representatives(config.capture_sizes),
+        seed=0,
+        choices=(),
+    )
+
+
+def my_share(items: Sequence[Item]) -> list[Item]:
+    """In a worker every count-th of the items from its index on, elsewhere all."""
+    place = os.environ.get(WORKER_VARIABLE)
+    if not place:
+        return list(items)
+    index, _, count = place.partition("/")
+    return list(items[int(index) :: int(count)])
+
+
+def num_workers(config: EngineConfig, free_bytes: int) -> int:
+    """One a core, as far as there is work and memory for them."""
+    model = config.model
+    layer = model.hidden_size * (
+        3 * model.intermediate_size + (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    )
+    item_bytes = 4 if config.dtype == "float32" else 2
+    each = CONTEXT_BYTES + item_bytes * (layer + 2 * model.vocab_size * model.hidden_size)
+    plans = warm_up_plans(
+        config.max_num_seqs,
+        config.max_model_len,
+        min(config.max_num_batched_tokens, TWIN_BATCH_TOKENS),
+        config.page_size,
+    )
+    work = max(len(representatives(config.capture_sizes)), len(plans))
+    return max(1, min(config.num_threads, MAX_WORKERS, work, int(free_bytes * MEMORY_SHARE) // each))
+
+
+def _start_worker(work: Path, index: int, count: int) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, WORKER_VARIABLE: f"{index}/{count}"}
+    command = [sys.executable, "-m", "tokenspeed.runner.compile_worker", str(work / "order")]
+    with open(work / f"{index}.log", "wb") as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+
+
+def _key(config: EngineConfig) -> str:
+    """Of everything that decides which variants exist and what they compile to; a wrong hit costs time, not truth."""
+    nowhere = Checkpoint(name="", format="config", config_path="", weight_files=(), tokenizer_path="")
+    digest = hashlib.sha256(msgspec.msgpack.encode(msgspec.structs.replace(twin(config), checkpoint=nowhere)))
+    for package in ("torch", "triton"):
+        digest.update(f"{package} {importlib.metadata.version(package)}".encode())
+    digest.update(f"{torch.version.cuda} {torch.cuda.get_device_name()}".encode())
+    for folder in tokenspeed.kernels.triton.__path__:
+        for path in sorted(Path(folder).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
