@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import json
 import logging
 import time
@@ -9,7 +10,7 @@ import time
 import pytest
 
 from tokenspeed.observability.logs import configure_logging
-from tokenspeed.observability.startup import VARIABLE, startup_phase
+from tokenspeed.observability.startup import VARIABLE, count_compiles, startup_phase
 
 
 @pytest.fixture
@@ -59,6 +60,24 @@ def test_errors_pass_through_and_are_recorded(records):
         ("next", "ok", None),
     ]
     assert ends[-1]["parent_id"] is None
+
+
+def test_ends_say_what_was_compiled(records):
+    totals = [3, 1.5]
+
+    def count() -> None:
+        with startup_phase("before"):
+            pass
+        count_compiles(lambda: (totals[0], totals[1]))
+        with startup_phase("outer"):
+            totals[:] = [5, 2.0]
+            with startup_phase("inner"):
+                totals[:] = [6, 4.0]
+
+    contextvars.copy_context().run(count)
+    ends = {r["phase"]: (r["triton_compiles"], r["triton_compile_s"]) for r in records() if r["event"] == "end"}
+    assert ends == {"before": (None, None), "outer": (3, 2.5), "inner": (1, 2.0)}
+    assert all("triton_compiles" not in r for r in records() if r["event"] == "start")
 
 
 def test_off_reads_no_clock(caplog, monkeypatch):

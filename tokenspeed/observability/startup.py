@@ -1,7 +1,8 @@
 """Where the time of a start goes: one log line at each phase's start and end, when TOKENSPEED_STARTUP_TIMING=1.
 
 Record: the word `startup_timing`, then compact JSON with phase, pid, rank, role, span_id, parent_id, event and
-wall_time_ns; the end adds duration_s, status (ok, error) and error_type. Phases nest by context and overlap between
+wall_time_ns; the end adds duration_s, status (ok, error), error_type, and what Triton compiled meanwhile in this
+process (triton_compiles, triton_compile_s; null where nobody counts). Phases nest by context and overlap between
 processes: never add them up. Host time only. When off, no clock is read.
 """
 
@@ -12,7 +13,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -35,6 +36,16 @@ class _Span:
 
 
 _current: ContextVar[_Span | None] = ContextVar("startup_phase", default=None)
+_compiles: ContextVar[Callable[[], tuple[int, float]] | None] = ContextVar("startup_compiles", default=None)
+
+
+def count_compiles(totals: Callable[[], tuple[int, float]]) -> None:
+    """From now on, in this context, records say what was compiled.
+
+    Args:
+        totals: kernels compiled so far by this process, and the seconds that took.
+    """
+    _compiles.set(totals)
 
 
 @contextmanager
@@ -63,6 +74,8 @@ def startup_phase(phase: str, *, rank: int | None = None, role: str | None = Non
         "parent_id": parent.span_id if parent is not None else None,
     }
     started_ns = time.perf_counter_ns()
+    compiles = _compiles.get()
+    before = compiles() if compiles is not None else None
     token = _current.set(span)
     _log({**record, "event": "start", "wall_time_ns": time.time_ns()})
     error: str | None = None
@@ -75,7 +88,15 @@ def startup_phase(phase: str, *, rank: int | None = None, role: str | None = Non
         _current.reset(token)
         duration_s = (time.perf_counter_ns() - started_ns) / 1e9
         end = {"duration_s": round(duration_s, 6), "status": "ok" if error is None else "error", "error_type": error}
+        end |= _compiled_since(before, compiles)
         _log({**record, "event": "end", "wall_time_ns": time.time_ns(), **end})
+
+
+def _compiled_since(before: tuple[int, float] | None, totals: Callable[[], tuple[int, float]] | None) -> dict[str, Any]:
+    if before is None or totals is None:
+        return {"triton_compiles": None, "triton_compile_s": None}
+    num_compiled, seconds = totals()
+    return {"triton_compiles": num_compiled - before[0], "triton_compile_s": round(seconds - before[1], 6)}
 
 
 def _log(record: dict[str, Any]) -> None:
