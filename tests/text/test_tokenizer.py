@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,17 @@ def test_long_text(smollm: Tokenizer) -> None:
     text = ("lorem ipsum 123 日本 😀\n" * 5000)[:100_000]
     assert smollm.decode(smollm.encode(text)) == text
     assert smollm.decode(smollm.encode("x" * 100_000)) == "x" * 100_000
+
+
+def test_a_long_text_leaves_other_threads_running(smollm: Tokenizer) -> None:
+    """`tokenizers.Tokenizer.encode` holds the interpreter lock: one prompt of 10 MB stopped the whole server for 8 s."""
+    encoding = threading.Thread(target=smollm.encode, args=("word " * 100_000,))
+    encoding.start()
+    num_turns = 0
+    while encoding.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 10  # one or two while the lock was held
 
 
 def test_threads_agree(default_checkpoint: Checkpoint, smollm: Tokenizer) -> None:
