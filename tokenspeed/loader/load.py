@@ -20,10 +20,11 @@ from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.checkpoint.gguf_file import read_gguf
 from tokenspeed.checkpoint.safetensors_file import read_safetensors
 from tokenspeed.config.model import ModelConfig
+from tokenspeed.loader.dummy_fp8 import dummy_weight
 from tokenspeed.loader.fp8_weights import pair_fp8, without_kv_scales
 from tokenspeed.loader.gguf_names import CONFIG_TENSORS, query_or_key
 from tokenspeed.loader.weight_stream import WeightStream
-from tokenspeed.loader.weights import CheckpointWeight, DummyWeight, GGUFWeight, SafetensorsWeight, llama_row_order
+from tokenspeed.loader.weights import CheckpointWeight, GGUFWeight, SafetensorsWeight, llama_row_order
 from tokenspeed.models.interface import LoadRule, Model
 from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.errors import CheckpointError
@@ -72,7 +73,8 @@ def open_weights(checkpoint: Checkpoint, config: ModelConfig, model: Model, seed
         CheckpointError: a file that is missing, damaged or cut off, or the same tensor in two files.
     """
     if checkpoint.format == "config":
-        return [DummyWeight(name, shape, seed) for name, shape in model.expected_shapes().items()]
+        shapes = model.expected_shapes()
+        return [dummy_weight(name, shape, seed, config.quantization) for name, shape in shapes.items()]
     weights: list[CheckpointWeight] = []
     if checkpoint.format == "gguf":
         for path in checkpoint.weight_files:

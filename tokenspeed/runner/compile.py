@@ -118,7 +118,7 @@ def start_compile(config: EngineConfig) -> CompileJob:
 
     In a worker itself, and where everything was compiled before, there is nothing to do.
     """
-    if os.environ.get(WORKER_VARIABLE):
+    if is_worker():
         return CompileJob((), None, None, "kernels: compiled here, a worker")
     folder = prepare_cache()
     if folder is None:
@@ -167,6 +167,11 @@ def twin(config: EngineConfig) -> EngineConfig:
         seed=0,
         choices=(),
     )
+
+
+def is_worker() -> bool:
+    """True in a process that only compiles; it need not measure memory."""
+    return bool(os.environ.get(WORKER_VARIABLE))
 
 
 def my_share(items: Sequence[Item]) -> list[Item]:
