@@ -159,7 +159,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise InvalidRequest(f"the body holds the key {key[:80]!r} twice in one object", param=key[:80])
+                shown = key[:80].encode(errors="backslashreplace").decode()  # half characters are not looked for yet
+                raise InvalidRequest(f"the body holds the key {shown!r} twice in one object", param=shown)
             seen.add(key)
     return result
 

@@ -10,9 +10,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 from tokenspeed.config.server import ServerConfig
 from tokenspeed.engine.interface import EngineClient, GenerationEvent, GenerationRequest
@@ -24,6 +25,16 @@ logger = logging.getLogger("tokenspeed.server")
 
 # Above this many characters rendering and tokenizing leave the event loop, where they would hold up other streams.
 OFF_LOOP_CHARS = 20_000
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+async def off_loop(num_chars: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`work(...)`, on another thread when there are many characters (or tokens) to go through."""
+    if num_chars > OFF_LOOP_CHARS:
+        return await asyncio.to_thread(work, *args, **kwargs)
+    return work(*args, **kwargs)
 
 
 @dataclass(slots=True)

@@ -19,7 +19,8 @@ from tokenspeed.protocol.sampling import SamplingParams
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
+# It becomes a header, and `$` alone allows a newline behind the end.
+RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\-]{1,128}(?!\n)$")]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
 
 MAX_STOP_STRINGS = 64

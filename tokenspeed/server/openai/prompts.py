@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from tokenspeed.protocol.errors import InvalidRequest
-from tokenspeed.server.context import OFF_LOOP_CHARS, ServerContext
+from tokenspeed.server.context import ServerContext, off_loop
 from tokenspeed.server.openai.messages import Message, num_chars, to_template
 
 MAX_PROMPTS = 1024
@@ -66,9 +65,7 @@ async def render_messages(
             template_kwargs=template_kwargs,
         )
 
-    if num_chars(plain) > OFF_LOOP_CHARS:
-        return await asyncio.to_thread(render)
-    return render()
+    return await off_loop(num_chars([plain, tools, template_kwargs]), render)
 
 
 async def tokenize_prompts(
@@ -80,21 +77,20 @@ async def tokenize_prompts(
         InvalidRequest: none of the four spellings, none at all, or too many.
     """
     prompts = _split(prompt)
-    result: list[tuple[str | None, list[int]]] = []
-    for one in prompts:
-        if isinstance(one, str):
-            result.append((one, await encode(context, one, add_special_tokens)))
-        else:
-            result.append((None, one))
-    return result
+    texts = [one for one in prompts if isinstance(one, str)]
+    if not texts:
+        return [(None, one) for one in prompts if isinstance(one, list)]
+    return list(zip(texts, await encode(context, texts, add_special_tokens), strict=True))
 
 
-async def encode(context: ServerContext, text: str, add_special_tokens: bool) -> list[int]:
-    """Text to ids. A raw prompt may spell special tokens: whoever writes it is the one who writes templates."""
+async def encode(context: ServerContext, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    """Texts to ids. A raw prompt may spell special tokens: whoever writes it is the one who writes templates."""
     tokenizer = context.client.tokenizer
-    if len(text) > OFF_LOOP_CHARS:
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens, True)
-    return tokenizer.encode(text, add_special_tokens, True)
+
+    def encode_all() -> list[list[int]]:
+        return [tokenizer.encode(text, add_special_tokens, True) for text in texts]
+
+    return await off_loop(sum(map(len, texts)), encode_all)
 
 
 def _split(prompt: Any) -> list[str] | list[list[int]]:

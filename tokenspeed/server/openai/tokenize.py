@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.body import read_json, to_struct
-from tokenspeed.server.context import ServerContext
+from tokenspeed.server.context import ServerContext, off_loop
 from tokenspeed.server.openai.fields import TokenId
 from tokenspeed.server.openai.messages import Message, check_media
 from tokenspeed.server.openai.prompts import encode, render_messages
@@ -67,6 +67,9 @@ def router(context: ServerContext) -> APIRouter:
     routes = APIRouter()
     tokenizer = context.client.tokenizer
 
+    def spell(tokens: list[int]) -> list[str]:
+        return [tokenizer.token_bytes(token).decode(errors="replace") for token in tokens]
+
     @routes.post("/v1/tokenize", **documented("Tokens", TokenizeRequest, TokenizeResponse))
     @routes.post("/tokenize", **documented("Tokens", TokenizeRequest, TokenizeResponse))
     async def tokenize(request: Request) -> Response:
@@ -83,10 +86,8 @@ def router(context: ServerContext) -> APIRouter:
                 template_kwargs=body.chat_template_kwargs,
             )
         else:
-            tokens = await encode(context, body.prompt or "", body.add_special_tokens is not False)
-        spelled = None
-        if body.return_token_strs:
-            spelled = [tokenizer.token_bytes(token).decode(errors="replace") for token in tokens]
+            [tokens] = await encode(context, [body.prompt or ""], body.add_special_tokens is not False)
+        spelled = await off_loop(len(tokens), spell, tokens) if body.return_token_strs else None
         return json_response(
             TokenizeResponse(
                 count=len(tokens), max_model_len=context.client.max_model_len, tokens=tokens, token_strs=spelled
@@ -105,7 +106,8 @@ def router(context: ServerContext) -> APIRouter:
                     f"tokens holds the id {token}, the vocabulary has ids 0 to {tokenizer.vocab_size - 1}",
                     param="tokens",
                 )
-        return json_response(DetokenizeResponse(prompt=tokenizer.decode(body.tokens, False)))
+        text = await off_loop(len(body.tokens), tokenizer.decode, body.tokens, False)
+        return json_response(DetokenizeResponse(prompt=text))
 
     return routes
 
