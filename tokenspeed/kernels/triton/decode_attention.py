@@ -13,13 +13,16 @@ recorded graph serves every context.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit
+# A stride or a count that grows with the context is not written into the kernel: each variant would compile anew.
+@triton.jit(do_not_specialize=["page_table_stride"])
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -32,6 +35,7 @@ def _decode_kernel(
     stats_ptr,
     counter_ptr,
     scale,
+    out_scale,
     page_table_stride,
     q_stride,
     logit_cap: tl.constexpr,
@@ -107,7 +111,7 @@ def _decode_kernel(
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + heads, mask=in_group, other=0.0).to(tl.float32)
             total += tl.exp(sink - best)
-        tl.store(out_where, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
+        tl.store(out_where, (acc * (out_scale / total)[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
         return
 
     inner = tl.arange(0, BLOCK_H)[:, None] * BLOCK_D + dims[None, :]
@@ -138,7 +142,7 @@ def _decode_kernel(
             total = total * carry + other_total * scale_other
             acc = acc * carry[:, None] + part * scale_other[:, None]
             best = new_best
-        tl.store(out_where, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
+        tl.store(out_where, (acc * (out_scale / total)[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
 def decode_attention(
@@ -154,15 +158,17 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     logit_cap: float | None = None,
     block_t: int = 64,
-    num_warps: int = 4,
+    num_warps: int | None = None,
     num_stages: int = 3,
     pdl: bool = True,
+    out_scale: float = 1.0,
 ) -> torch.Tensor:
     """q [R, Hq, D] (last two dims contiguous), keys and values [pages, page_size, Hk, D], page_table [R, P] int32,
     seq_lens [R] int32 -> [R, Hq * D].
 
     Args:
         workspace: (partials float32, stats float32, counters int32 zeros); see `decode_workspace`.
+        out_scale: factor on the result, the scale of an 8-bit pool's values.
         num_splits: programs that share one request's context; 1 needs no workspace.
     """
     num_requests, num_heads, head_dim = q.shape
@@ -182,6 +188,7 @@ def decode_attention(
         stats,
         counters,
         scale,
+        out_scale,
         page_table.stride(0),
         q.stride(0),
         logit_cap=logit_cap or 0.0,
@@ -196,7 +203,7 @@ def decode_attention(
         BLOCK_T=block_t,
         NUM_SPLITS=num_splits,
         PDL=pdl,
-        num_warps=num_warps,
+        num_warps=num_warps or (2 if num_splits == 1 else 4),
         num_stages=num_stages,
         launch_pdl=pdl,
     )
@@ -204,9 +211,11 @@ def decode_attention(
 
 
 def decode_splits(num_rows: int) -> int:
-    """Programs that share a (request, kv head)'s context: enough to fill 132 multiprocessors about four times when
-    rows are few (measured on one H200: 16 at 8 rows, 4 at 128, none from 512 on; docs/log.md)."""
-    return max(1, min(16, triton.next_power_of_2(512 // num_rows) if num_rows <= 512 else 1))
+    """Programs that share a (request, kv head)'s context, given how many of those there are. Measured best on one H200
+    at a context of 600 (docs/log.md): 16 for 8 rows, 8 for 32, 4 for 128, 1 from 512 on."""
+    if num_rows >= 512:
+        return 1
+    return min(16, 1 << int(math.log2(math.sqrt(2048 / num_rows))))
 
 
 def decode_workspace(

@@ -78,6 +78,8 @@ def _rope_cache_kernel(
     q_norm_ptr,
     k_norm_ptr,
     eps,
+    k_inverse,
+    v_inverse,
     HAS_NORM: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -85,6 +87,7 @@ def _rope_cache_kernel(
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    TO_E4M3: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program owns one token and BLOCK_H heads of [queries | keys | values]."""
@@ -125,6 +128,10 @@ def _rope_cache_kernel(
     kind = qkv_ptr.dtype.element_ty
     tl.store(row, r1.to(kind), mask=mask & is_query[:, None])
     tl.store(row + HALF, r2.to(kind), mask=mask & is_query[:, None])
+    if TO_E4M3:
+        # Rotated values and raw ones are stored from here on, each by its own scale; e4m3 ends at 448.
+        r1, r2 = tl.clamp(r1 * k_inverse, -448.0, 448.0), tl.clamp(r2 * k_inverse, -448.0, 448.0)
+        x1, x2 = tl.clamp(x1 * v_inverse, -448.0, 448.0), tl.clamp(x2 * v_inverse, -448.0, 448.0)
     slot = tl.load(slots_ptr + token)
     k_row = keys_ptr + slot * NUM_KV_HEADS * HEAD_DIM + (heads - NUM_HEADS)[:, None] * HEAD_DIM + half[None, :]
     tl.store(k_row, r1.to(keys_ptr.dtype.element_ty), mask=mask & is_key[:, None])
@@ -145,6 +152,8 @@ def qkv_rope_cache(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     pdl: bool = True,
 ) -> torch.Tensor:
     """See `kernels.ops.QKVRopeCache`. Queries are rotated in place; returns a view of qkv."""
@@ -163,6 +172,8 @@ def qkv_rope_cache(
         q_norm,
         k_norm,
         eps,
+        1.0 / k_scale,
+        1.0 / v_scale,
         HAS_NORM=q_norm is not None,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -170,6 +181,7 @@ def qkv_rope_cache(
         HALF=head_dim // 2,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_H=block_h,
+        TO_E4M3=keys.dtype == torch.float8_e4m3fn,
         PDL=pdl,
         num_warps=1 if block_h == 4 else 4,
         launch_pdl=pdl,

@@ -79,7 +79,8 @@ def _attend(
     return acc, total, new_best
 
 
-@triton.jit
+# A stride or a count that grows with the context is not written into the kernel: each variant would compile anew.
+@triton.jit(do_not_specialize=["page_table_stride"])
 def _prefill_kernel(
     q_ptr,
     k_ptr,
@@ -90,6 +91,7 @@ def _prefill_kernel(
     sinks_ptr,
     out_ptr,
     scale,
+    out_scale,
     page_table_stride,
     q_stride,
     logit_cap: tl.constexpr,
@@ -149,7 +151,7 @@ def _prefill_kernel(
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         total += tl.exp2(sink - best)
     out_where = rows * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + dims[None, :]
-    tl.store(out_ptr + out_where, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + out_where, (acc * (out_scale / total)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def prefill_attention(
@@ -168,6 +170,7 @@ def prefill_attention(
     block_t: int = 64,
     num_warps: int = 8,
     num_stages: int = 3,
+    out_scale: float = 1.0,
 ) -> torch.Tensor:
     """q [T, Hq, D], keys and values [pages, page_size, Hk, D], page_table [R, P] int32, query_start [R + 1] int32,
     seq_lens [R] int32 -> [T, Hq * D]."""
@@ -185,6 +188,7 @@ def prefill_attention(
         sinks,
         out,
         scale,
+        out_scale,
         page_table.stride(0),
         q.stride(0),
         logit_cap=logit_cap or 0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -93,15 +94,18 @@ class PagedAttention:
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        out_scale: float = 1.0,
     ) -> torch.Tensor:
         if batch.num_tokens == batch.num_requests:
-            return self._decode(q, keys, values, batch.page_table, batch.seq_lens, scale, window)
+            return self._decode(q, keys, values, batch.page_table, batch.seq_lens, scale, window, out_scale)
         max_query_len = batch.num_tokens if batch.query_lens_host is None else max(batch.query_lens_host)
         if window is None and _is_one_long_start(batch):
-            return _whole_prompt(q, keys, values, batch, scale)
+            out = _whole_prompt(q, keys, values, batch, scale)
+            return out if out_scale == 1.0 else out.mul_(out_scale)
         return prefill_attention(
-            q, keys, values, batch.page_table, batch.query_start, batch.seq_lens, max_query_len, scale, window
-        )
+            q, keys, values, batch.page_table, batch.query_start, batch.seq_lens, max_query_len, scale, window,
+            out_scale=out_scale,
+        )  # fmt: skip
 
     def _decode(
         self,
@@ -112,6 +116,7 @@ class PagedAttention:
         seq_lens: torch.Tensor,
         scale: float,
         window: int | None,
+        out_scale: float,
     ) -> torch.Tensor:
         num_requests, num_heads, head_dim = q.shape
         num_kv_heads = keys.shape[2]
@@ -121,7 +126,17 @@ class PagedAttention:
         if workspace is None:
             workspace = self._workspaces[shape] = decode_workspace(*shape, self._device)
         return decode_attention(
-            q, keys, values, page_table, seq_lens, scale, workspace, num_splits, window, pdl=self._pdl
+            q,
+            keys,
+            values,
+            page_table,
+            seq_lens,
+            scale,
+            workspace,
+            num_splits,
+            window,
+            pdl=self._pdl,
+            out_scale=out_scale,
         )
 
 
@@ -134,19 +149,22 @@ def _is_one_long_start(batch: AttentionBatch) -> bool:
 def _whole_prompt(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: AttentionBatch, scale: float
 ) -> torch.Tensor:
-    """Prompts without earlier context, one call each: causal attention over contiguous copies of their pages."""
+    """Prompts without earlier context: causal attention over contiguous copies of their pages, neighbours of equal
+    length in one call."""
     lens = batch.query_lens_host or []
     page_size = keys.shape[1]
     outs = []
-    start = 0
-    for request, length in enumerate(lens):
-        pages = batch.page_table[request, : -(-length // page_size)]
-        k = keys[pages].flatten(0, 1)[None, :length].transpose(1, 2)
-        v = values[pages].flatten(0, 1)[None, :length].transpose(1, 2)
-        mine = q[None, start : start + length].transpose(1, 2)
+    start = first = 0
+    for length, group in groupby(lens):
+        count = len(list(group))
+        pages = batch.page_table[first : first + count, : -(-length // page_size)]
+        k = keys[pages].flatten(1, 2)[:, :length].transpose(1, 2).to(q.dtype)
+        v = values[pages].flatten(1, 2)[:, :length].transpose(1, 2).to(q.dtype)
+        end = start + count * length
+        mine = q[start:end].unflatten(0, (count, length)).transpose(1, 2)
         out = functional.scaled_dot_product_attention(mine, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        outs.append(out.transpose(1, 2).reshape(length, -1))
-        start += length
+        outs.append(out.transpose(1, 2).reshape(count * length, -1))
+        start, first = end, first + count
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
@@ -165,8 +183,12 @@ class _RopeCache:
         q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
         eps: float,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> torch.Tensor:
-        return qkv_rope_cache(qkv, positions, cos_sin, keys, values, slots, q_norm, k_norm, eps, self._pdl)
+        return qkv_rope_cache(
+            qkv, positions, cos_sin, keys, values, slots, q_norm, k_norm, eps, k_scale, v_scale, self._pdl
+        )
 
 
 class _SiluAndMul:

@@ -22,7 +22,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenspeed.kernels.triton.prefetch import prefetch_l2
+
 MAX_ROWS = 64
+MAX_SPLIT_K = 4
 SCALE_BLOCK = tl.constexpr(128)
 """Rows and columns of e4m3 weights that share a scale, where scales are by block."""
 
@@ -180,6 +183,7 @@ def _skinny_kernel(
     GATED: tl.constexpr,
     SCALES: tl.constexpr,
     CVT: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Tensor cores with the weights as the tall operand: acc[BLOCK_N, BLOCK_M] = W tile @ x tile.T.
@@ -198,6 +202,12 @@ def _skinny_kernel(
     up_row = w_row + num_out.to(tl.int64) * K
     x_col = x_ptr + (tokens % M)[None, :] * K
     if PDL:
+        if PREFETCH_LINES > 0:
+            per_line: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
+            lines = tl.arange(0, PREFETCH_LINES) * per_line
+            prefetch_l2((w_row + first + lines[None, :]).to(tl.int64, bitcast=True))
+            if GATED:
+                prefetch_l2((up_row + first + lines[None, :]).to(tl.int64, bitcast=True))
         gdc_wait()
         gdc_launch_dependents()
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -258,13 +268,15 @@ class GemvTile:
 
 @dataclass(frozen=True, slots=True)
 class SkinnyTile:
-    """Weight rows and columns of a tile, programs that share an output tile, pipeline stages, warps."""
+    """Weight rows and columns of a tile, programs that share an output tile, pipeline stages, warps, and 128-byte lines
+    of each weight row that a program brings into L2 while the kernel before it still runs."""
 
     block_n: int = 64
     block_k: int = 128
     split_k: int = 1
     stages: int = 4
     num_warps: int = 4
+    prefetch_lines: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +385,7 @@ def skinny_linear(
         GATED=gated,
         SCALES=scales,
         CVT=scales != "none" and x.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret,
+        PREFETCH_LINES=tile.prefetch_lines,
         PDL=pdl,
         num_warps=tile.num_warps,
         launch_pdl=pdl,
@@ -380,19 +393,27 @@ def skinny_linear(
 
 
 def choose_tile(num_rows: int, num_out: int, width: int, needs_whole_k: bool) -> GemvTile | SkinnyTile:
-    """Tiles measured best on one H200 for Qwen3-8B's shapes (docs/log.md), by what made them best: one row wants long
-    contiguous reads; several rows want at least two programs a multiprocessor, by splitting K where N is short."""
+    """Tiles measured best on one H200 in a chain of Qwen3-8B's layers (docs/log.md), by what made them best: one row
+    wants long contiguous reads; several rows want about 256 programs (128 from 33 rows on), by splitting K where N is
+    short; a wide gated layer fills the card by itself."""
     if num_rows == 1:
-        return GemvTile(2, 2048, 8) if num_out <= 4096 else GemvTile(4, 1024, 4)
-    split_k = 1 if needs_whole_k or num_out > 4096 else 2
+        if num_out > 4096:
+            return GemvTile(4, 1024, 4)
+        return GemvTile(2, 2048, 4) if width > 4096 else GemvTile(2, 2048, 8)
     if width % 128:
-        return SkinnyTile(block_k=64, split_k=split_k)
-    return SkinnyTile(split_k=split_k)
+        return SkinnyTile(block_k=64)
+    if needs_whole_k:
+        if num_rows <= 16 and num_out >= 8192:
+            return SkinnyTile(128, 128, 1, 3, 8)
+        return SkinnyTile(64, 128, 1, 4, 4, 4) if num_rows <= 32 else SkinnyTile(64, 64, 1, 8, 4, 4)
+    programs = 256 if num_rows <= 32 else 128
+    split_k = max(1, min(MAX_SPLIT_K, programs * 64 // num_out))
+    return SkinnyTile(split_k=1 << (split_k.bit_length() - 1))
 
 
 def make_workspace(device: torch.device) -> Workspace:
-    """Enough for every tile `choose_tile` picks: 64 rows of output tiles of 64, split in two, for 4096 outputs."""
+    """Enough for every tile of `choose_tile`: where it splits K there are at most 256 programs of 64 outputs."""
     return Workspace(
-        torch.empty(4096 * MAX_ROWS * 2, dtype=torch.float32, device=device),
-        torch.zeros(4096, dtype=torch.int32, device=device),
+        torch.empty(256 * 64 * MAX_ROWS, dtype=torch.float32, device=device),
+        torch.zeros(256, dtype=torch.int32, device=device),
     )
