@@ -47,7 +47,7 @@ def test_every_beginning_of_an_example_obeys_the_law(make: Make, example: Exampl
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_spoiled_samples_obey_the_law(name: str, data: st.DataObject):
     make, examples = FORMATS[name]

@@ -137,8 +137,8 @@ class Cursor:
             drop_tail: an end of the whole text that may be the beginning of a marker is not given.
         """
         while True:
-            self.work += self.held
             found = markers.pattern.search(self._text, self._at)
+            self.work += self.held if found is None else found.end() - self._at
             if found is not None:
                 self._give(found.start(), sink)
                 self._take(found.end())
@@ -164,8 +164,9 @@ class Cursor:
         checked = 0
         while True:
             start = self._at + max(0, checked - markers.longest + 1)
-            self.work += len(self._text) - start
-            found = markers.pattern.search(self._text, start)
+            end = min(len(self._text), self._at + limit + markers.longest)
+            found = markers.pattern.search(self._text, start, end)
+            self.work += end - start
             if found is not None and found.start() - self._at <= limit:
                 text = self._text[self._at : found.start()]
                 self._take(found.start() if leave else found.end())

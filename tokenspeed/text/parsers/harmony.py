@@ -34,6 +34,7 @@ _NO_STAND_INS = {ord(char): "\ufffd" for char in _STAND_INS}
 _RECIPIENT = re.compile(r"(?:^|\s)to=(\S+)")
 _NOT_FUNCTIONS = ("assistant", "user", "all")
 MAX_HEADER_CHARS = 512
+_MAX_HEADER_PARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,8 @@ class HarmonyParser:
         parts: list[tuple[str, str]] = [(before if before in (_START, _CHANNEL) else "", "")]
         while True:
             found = yield from self.cursor.within(self._marks, MAX_HEADER_CHARS)
-            if found is None:
-                return self._no_header(parts)
+            if found is None or len(parts) > _MAX_HEADER_PARTS:
+                return self._no_header(parts, "" if found is None else found[0] + self._spelling[found[1]])
             parts[-1] = (parts[-1][0], found[0])
             mark = self._spelling[found[1]]
             if mark == _MESSAGE:
@@ -123,9 +124,9 @@ class HarmonyParser:
             else:
                 parts = [(mark if mark == _START else "", "")]
 
-    def _no_header(self, parts: list[tuple[str, str]]) -> _Header | None:
+    def _no_header(self, parts: list[tuple[str, str]], behind: str) -> _Header | None:
         """Text that is not of the format is content; a header cut by the end of the text is dropped."""
-        raw = "".join(mark + text for mark, text in parts)
+        raw = "".join(mark + text for mark, text in parts) + behind
         if self.cursor.ended and raw:
             self.cursor.discard()
             return None

@@ -28,7 +28,7 @@ def grammar(cursor: Cursor, output: Output) -> Steps[None]:
 
 def why_not(traits: ModelTraits) -> str | None:
     """The template shows the tags with JSON between."""
-    return traits.missing("<tool_call>", '"arguments"')
+    return traits.missing("<tool_call>", "arguments")
 
 
 FORMAT = ToolFormat(names=("qwen", "qwen25", "hermes"), make=grammar_format(grammar), why_not=why_not, rank=60)
