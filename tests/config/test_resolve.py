@@ -257,7 +257,8 @@ def test_no_wish_is_ignored():
         "model", "tokenizer", "revision", "download_dir", "hf_overrides", "engine_startup_timeout", "dry_run",
         "gpu_memory_utilization", "cudagraph_capture_sizes", "max_cudagraph_capture_size",  # see test_resolve_gpu.py
         "disable_cuda_graph_padding",
-        "kv_cache_dtype", "tensor_parallel_size", "data_parallel_size", "expert_parallel_size",  # one value only
+        "quantization",  # see test_precision_choices.py
+        "tensor_parallel_size", "data_parallel_size", "expert_parallel_size",  # one value only
     }  # fmt: skip
     other = {
         "load_format": "dummy", "trust_remote_code": True, "dtype": "float32", "max_model_len": 64, "max_num_seqs": 2,
@@ -268,6 +269,7 @@ def test_no_wish_is_ignored():
         "served_model_name": ("x",), "api_key": ("x",), "cors_allow_origins": ("x",), "max_request_mb": 1.0,
         "stream_interval": 2, "chat_template": "{{ x }}", "drain_timeout": 1.0, "log_level": "error",
         "enable_log_requests": True, "enable_metrics": False, "skip_tokenizer_init": True,
+        "kv_cache_dtype": "fp8",
     }  # fmt: skip
     assert set(other) | acts_elsewhere == {field.name for field in dataclasses.fields(EngineArgs)}
     default = resolve(EngineArgs(), CHECKPOINT, MODEL, AMX)

@@ -46,6 +46,8 @@ class FakeWeight:
 class Pages:
     keys: torch.Tensor
     values: torch.Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 @dataclass

@@ -51,13 +51,22 @@ class AttentionBatch:
 
 
 class LayerKV(Protocol):
-    """One layer's part of the KV pool: keys and values, each [num_pages, page_size, num_kv_heads, head_dim]."""
+    """One layer's part of the KV pool: keys and values, each [num_pages, page_size, num_kv_heads, head_dim].
+
+    An 8-bit pool holds key / k_scale and value / v_scale; others have scales of 1.
+    """
 
     @property
     def keys(self) -> torch.Tensor: ...
 
     @property
     def values(self) -> torch.Tensor: ...
+
+    @property
+    def k_scale(self) -> float: ...
+
+    @property
+    def v_scale(self) -> float: ...
 
 
 class AttentionBackend(Protocol):

@@ -34,4 +34,6 @@ class PagedAttentionBackend:
         self, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, scale: float, window: int | None
     ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
-        return self._attend(q, kv.keys, kv.values, batch, scale, window)
+        if kv.v_scale == 1.0:  # CPU kernels that know no 8-bit pool need not know its scale
+            return self._attend(q, kv.keys, kv.values, batch, scale * kv.k_scale, window)
+        return self._attend(q, kv.keys, kv.values, batch, scale * kv.k_scale, window, kv.v_scale)

@@ -29,7 +29,7 @@ GROUPS = (MODEL, PRECISION, MEMORY, DEVICE, PARALLEL, API, LOGS)
 """Headings in the order of help and documentation."""
 
 _NO_RANKS = "parallelism over several ranks is not built yet"
-_NO_FP8 = "a KV cache of another precision than the activations is not built yet"
+_KV_AS_ACTIVATIONS = "auto is the precision of the activations, which --dtype sets"
 _NO_ADAPTER = "there is no adapter for it yet; `paged` uses our own Triton kernels on a GPU"
 _NO_MLA = "multi-head latent attention models are not served yet"
 
@@ -123,9 +123,24 @@ class EngineArgs(ServerArgs):
         "auto",
         "--kv-cache-dtype",
         PRECISION,
-        "Precision of the KV cache. `auto` is that of the activations.",
-        choices=("auto",),
-        refused_choices={name: _NO_FP8 for name in ("fp8", "fp8_e4m3", "fp8_e5m2", "mxfp8", "bfloat16", "float16")},
+        "Precision of the KV cache. `auto` is what the checkpoint was made for, else that of the activations; `fp8` is "
+        "`fp8_e4m3`, with the checkpoint's scales if it has some.",
+        choices=("auto", "fp8", "fp8_e4m3"),
+        refused_choices={
+            "fp8_e5m2": "two bits of mantissa lose more than the range gains; fp8_e4m3 has the same size",
+            "mxfp8": "its kernels are not built yet; fp8_e4m3 has the same size",
+            **{name: _KV_AS_ACTIVATIONS for name in ("bfloat16", "float16")},
+        },
+    )
+    quantization: str | None = flag(
+        None,
+        "--quantization -q",
+        PRECISION,
+        "Precision of weights. `fp8` quantizes the layers of an unquantized checkpoint to e4m3 while it loads; for a "
+        "quantized one it must name what is there (`w8a8_fp8` and `compressed-tensors` stand for each other).",
+        choices=("fp8", "w8a8_fp8", "compressed-tensors"),
+        refused_choices={name: "its kernels are not built yet" for name in ("mxfp4", "nvfp4", "mxfp8")},
+        default_text="the checkpoint's own",
     )
 
     # --- memory and scheduling -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     Fields (lengths in tokens):
         checkpoint: where weights and tokenizer lie (`--tokenizer` has already replaced its tokenizer_path).
         load_format: safetensors, gguf or dummy.
-        device: cpu or cuda. dtype: activations and KV cache.
+        device: cpu or cuda. dtype: activations. kv_cache_dtype: KV cache.
         page_size: tokens a page.
         num_pages: pages of the KV pool, or None = what kv_memory_bytes holds; both None on a GPU = what is left there.
         max_num_batched_tokens: the token budget of one step (`--chunked-prefill-size`).
@@ -33,6 +33,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         capture_sizes: decode batch sizes recorded as CUDA graphs, ascending; empty on a CPU and when eager.
         pad_graphs: a batch between two of these sizes is padded to the next one.
         skip_tokenizer_init: the client works in token ids only.
+        quantize_on_load: what a dense checkpoint is quantized to; None = weights stay as they are stored.
         choices: automatic choices with reasons.
     """
 
@@ -41,7 +42,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Literal["safetensors", "gguf", "dummy"]
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16", "float16"]
-    kv_cache_dtype: Literal["float32", "bfloat16", "float16"]
+    kv_cache_dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -59,6 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float | None = None
     capture_sizes: tuple[int, ...] = ()
     pad_graphs: bool = True
+    quantize_on_load: Literal["fp8"] | None = None
     trust_remote_code: bool = False
     skip_tokenizer_init: bool = False
     choices: tuple[Choice, ...] = ()

@@ -104,8 +104,7 @@ _LOADING = (
         ("--override-generation-config", "sampling defaults of the server"),
     ),
     *_all(
-        "the quantization is read from the checkpoint (GGUF block types); leave the flag out",
-        ("--quantization -q", "quantization scheme"),
+        "scales of an 8-bit KV cache are read from the checkpoint's tensors; leave the flag out",
         ("--quantization-param-path", "file with KV cache scales"),
         ("--kv-cache-quant-method", "granularity of KV cache quantization"),
     ),

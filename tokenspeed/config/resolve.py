@@ -15,6 +15,7 @@ from tokenspeed.config.device import DeviceInfo
 from tokenspeed.config.engine import Choice, EngineConfig
 from tokenspeed.config.gpu_choices import capture_sizes, memory_utilization, usable_gpu
 from tokenspeed.config.model import ModelConfig
+from tokenspeed.config.precision_choices import kv_dtype, quantize_on_load
 from tokenspeed.config.server import ServerConfig
 from tokenspeed.protocol.errors import ConfigError
 
@@ -26,7 +27,7 @@ KV_MEMORY_SHARE = 0.25
 KV_MEMORY_LIMIT_BYTES = 4 * GIB
 LONGER_CONTEXT_VARIABLE = "TOKENSPEED_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 _DTYPES: dict[str, Dtype] = {
     "half": "float16",
     "float16": "float16",
@@ -96,12 +97,11 @@ def resolve(
     _refuse_flags_of_other_devices(args, kind)
     usual = _USUAL[kind]
     dtype = _dtype(args, model, device, choices) if kind == "cpu" else _gpu_dtype(args, model, choices)
-    if args.kv_cache_dtype == "auto":
-        choices.append(Choice("--kv-cache-dtype", dtype, "that of the activations"))
+    kv_cache_dtype = kv_dtype(args, model, dtype, choices)
     page_size = _page_size(args, usual, choices)
     utilization = memory_utilization(args, choices) if kind == "cuda" else None
     num_pages, kv_memory_bytes = _kv_size(args, device, kind, page_size, choices)
-    token_bytes = kv_bytes_per_token(model, dtype)
+    token_bytes = kv_bytes_per_token(model, kv_cache_dtype)
     capacity = _capacity(num_pages, kv_memory_bytes, page_size, token_bytes)
     max_model_len = _max_model_len(args, model, capacity, token_bytes, allow_longer_context, choices)
     engine = EngineConfig(
@@ -110,7 +110,8 @@ def resolve(
         load_format=load_format,
         device=kind,
         dtype=dtype,
-        kv_cache_dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        quantize_on_load=quantize_on_load(args, model),
         max_model_len=max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=_token_budget(args, usual, max_model_len, choices),

@@ -51,8 +51,9 @@ class Attention:
         self._backend = backend
         self._rotary = rotary
         self._kv: LayerKV | None = None
+        self._kv_scales: tuple[float, ...] = ()
         first, last = mesh.tp.split(config.num_kv_heads, "num_key_value_heads")
-        bytes_per_token = 2 * (last - first) * head_dim * ops.dtype.itemsize
+        bytes_per_token = 2 * (last - first) * head_dim * ops.kv_dtype.itemsize
         self.cache_spec = LayerCacheSpec(layer, FULL_GROUP, "full", bytes_per_token)
 
     def entries(self) -> Entries:
@@ -69,6 +70,8 @@ class Attention:
     def bind_kv(self, kv: LayerKV) -> None:
         """Use these pages from now on."""
         self._kv = kv
+        # Only an 8-bit pool has scales; CPU kernels that know none need not know these either.
+        self._kv_scales = () if (kv.k_scale, kv.v_scale) == (1.0, 1.0) else (kv.k_scale, kv.v_scale)
 
     @property
     def max_fused_rows(self) -> int:
@@ -92,5 +95,6 @@ class Attention:
             None if self._q_norm is None else self._q_norm.weight,
             None if self._k_norm is None else self._k_norm.weight,
             self._eps,
+            *self._kv_scales,
         )
         return self._backend.run(q, self._kv, batch, self._scale, None)

@@ -11,6 +11,7 @@ from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.distributed.mesh import SINGLE
 from tokenspeed.kernels.registry import Need, select_ops
+from tokenspeed.loader.fp8_weights import read_kv_scales
 from tokenspeed.loader.load import load_model
 from tokenspeed.models.interface import Model
 from tokenspeed.models.registry import build_model
@@ -19,7 +20,12 @@ from tokenspeed.quantization.select import scheme_for
 from tokenspeed.runner.kv_pool import allocate, check_capacity, size_groups
 from tokenspeed.runner.model_runner import Limits, ModelRunner
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
 
 
 def build_runner(config: EngineConfig) -> ModelRunner:
@@ -34,9 +40,10 @@ def build_runner(config: EngineConfig) -> ModelRunner:
     # The model is built for the context that is served: positions beyond it never come, so its tables end there.
     model_config = msgspec.structs.replace(config.model, max_position=config.max_model_len)
     with startup_phase("weights.target"):
-        ops, report = select_ops(Need(torch.device(config.device), DTYPES[config.dtype]))
+        kv_dtype = None if config.kv_cache_dtype == config.dtype else DTYPES[config.kv_cache_dtype]
+        ops, report = select_ops(Need(torch.device(config.device), DTYPES[config.dtype], kv_dtype))
         backend, backend_report = select_backend(_attention_need(config), config.attention_backend, ops)
-        scheme = scheme_for(model_config, ops)
+        scheme = scheme_for(model_config, ops, config.quantize_on_load)
         report += [*backend_report, f"weights: {scheme.name} ({scheme.reason})"]
         model = build_model(model_config, SINGLE, scheme, ops, backend)
         with torch.inference_mode():
@@ -83,6 +90,7 @@ def _build_pool(config: EngineConfig, model: Model, device: torch.device) -> lis
         config.model.head_dim,
         DTYPES[config.kv_cache_dtype],
         device,
+        read_kv_scales(config.checkpoint, config.model.num_layers) if config.kv_cache_dtype == "fp8_e4m3" else None,
     )
     model.bind_kv(list(pages))
     return groups

@@ -14,11 +14,14 @@ from tokenspeed.protocol.errors import ConfigError
 class LayerPages:
     """One layer's pages: keys and values, each [num_pages + 1, page_size, num_kv_heads, head_dim].
 
-    The last page is scratch: whatever is written there is never read by a request.
+    The last page is scratch: whatever is written there is never read by a request. An 8-bit pool holds key / k_scale
+    and value / v_scale.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 def size_groups(
@@ -56,12 +59,27 @@ def check_capacity(groups: list[GroupSpec], max_model_len: int) -> None:
 
 
 def allocate(
-    groups: list[GroupSpec], num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    groups: list[GroupSpec],
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scales: list[tuple[float, float]] | None = None,
 ) -> list[LayerPages]:
-    """Pages of every layer, not initialised: a page is always written before it is read."""
+    """Pages of every layer, not initialised: a page is always written before it is read.
+
+    Args:
+        scales: (k_scale, v_scale) of each layer; None = 1.
+    """
     (group,) = groups  # one full-attention group so far; more groups bring a layer-to-group map
     shape = (group.num_pages + 1, group.page_size, num_kv_heads, head_dim)
     return [
-        LayerPages(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
-        for _ in range(num_layers)
+        LayerPages(
+            torch.empty(shape, dtype=dtype, device=device),
+            torch.empty(shape, dtype=dtype, device=device),
+            k_scale,
+            v_scale,
+        )
+        for k_scale, v_scale in scales or [(1.0, 1.0)] * num_layers
     ]

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from tokenspeed.attention.interface import AttentionBatch
 from tokenspeed.kernels.reference.attention import visible
+from tokenspeed.kernels.reference.pointwise import stored
 from tokenspeed.kernels.registry import Implementation, Need
 
 RANK = 100
@@ -63,6 +64,8 @@ def qkv_rope_cache(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """See `ops.QKVRopeCache`. Queries and keys rotate together, in float32."""
     num_kv_heads, head_dim = keys.shape[2], keys.shape[3]
@@ -79,8 +82,13 @@ def qkv_rope_cache(
     half = head_dim // 2
     torch.addcmul(first * cos, second, sin, value=-1, out=turned[..., :half])
     torch.addcmul(second * cos, first, sin, out=turned[..., half:])
-    keys.view(-1, num_kv_heads, head_dim).index_copy_(0, slots, turned[:, num_heads:].to(keys.dtype))
-    values.view(-1, num_kv_heads, head_dim).index_copy_(0, slots, heads[:, -num_kv_heads:].to(values.dtype))
+    key_rows, value_rows = keys.view(-1, num_kv_heads, head_dim), values.view(-1, num_kv_heads, head_dim)
+    if keys.dtype == torch.float8_e4m3fn:  # which index_copy_ does not take
+        key_rows[slots] = stored(turned[:, num_heads:] / k_scale, keys.dtype)
+        value_rows[slots] = stored(heads[:, -num_kv_heads:].float() / v_scale, values.dtype)
+    else:
+        key_rows.index_copy_(0, slots, turned[:, num_heads:].to(keys.dtype))
+        value_rows.index_copy_(0, slots, heads[:, -num_kv_heads:].to(values.dtype))
     return turned[:, :num_heads].to(qkv.dtype)
 
 
@@ -91,8 +99,21 @@ def paged_attention(
     batch: AttentionBatch,
     scale: float,
     window: int | None,
+    out_scale: float = 1.0,
 ) -> torch.Tensor:
     """See `ops.PagedAttention`. Decode rows together, other requests one by one."""
+    out = _attend(q, keys, values, batch, scale, window)
+    return out if out_scale == 1.0 else out.mul_(out_scale)
+
+
+def _attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
     seq_lens = batch.seq_lens_host if batch.seq_lens_host is not None else batch.seq_lens.tolist()
     starts = batch.query_start.tolist()
     if batch.num_tokens == batch.num_requests and all(starts[r] == r for r in range(batch.num_requests)):

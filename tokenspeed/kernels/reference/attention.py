@@ -34,6 +34,7 @@ def paged_attention(
     batch: AttentionBatch,
     scale: float,
     window: int | None,
+    out_scale: float = 1.0,
 ) -> torch.Tensor:
     """See `ops.PagedAttention`. Reads lengths from the device tensors, so the host twins are not needed."""
     num_heads, head_dim = q.shape[1], q.shape[2]
@@ -49,7 +50,7 @@ def paged_attention(
         scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * scale
         seen = visible(end - start, seq_len, window).to(q.device)
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        out[start:end] = torch.einsum("hqk,khd->qhd", weights, v).flatten(1).to(q.dtype)
+        out[start:end] = (torch.einsum("hqk,khd->qhd", weights, v) * out_scale).flatten(1).to(q.dtype)
     return out
 
 

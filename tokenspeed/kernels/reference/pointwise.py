@@ -51,6 +51,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x as a pool of `dtype` holds it: e4m3 ends at 448, and what is beyond must not become NaN."""
+    return (x.clamp(-448.0, 448.0) if dtype == torch.float8_e4m3fn else x).to(dtype)
+
+
 def qkv_rope_cache(
     qkv: torch.Tensor,
     positions: torch.Tensor,
@@ -61,6 +66,8 @@ def qkv_rope_cache(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """See `ops.QKVRopeCache`."""
     num_kv_heads, head_dim = keys.shape[2], keys.shape[3]
@@ -71,8 +78,8 @@ def qkv_rope_cache(
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps)
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
-    keys.view(-1, num_kv_heads, head_dim)[slots] = rotate(k, cos, sin).to(keys.dtype)
-    values.view(-1, num_kv_heads, head_dim)[slots] = v.to(values.dtype)
+    keys.view(-1, num_kv_heads, head_dim)[slots] = stored(rotate(k, cos, sin) / k_scale, keys.dtype)
+    values.view(-1, num_kv_heads, head_dim)[slots] = stored(v / v_scale, values.dtype)
     return rotate(q, cos, sin).to(qkv.dtype)
 
 

@@ -1,0 +1,60 @@
+"""What `--quantization` and `--kv-cache-dtype` come to for a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tokenspeed.config.args import EngineArgs
+from tokenspeed.config.engine import Choice
+from tokenspeed.config.model import ModelConfig
+from tokenspeed.protocol.errors import ConfigError
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+KVDtype = Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
+
+_CHANNEL_SCHEMES = ("w8a8_fp8", "compressed-tensors")
+"""Two names of one thing, which may stand for each other."""
+
+
+def quantize_on_load(args: EngineArgs, model: ModelConfig) -> Literal["fp8"] | None:
+    """What a dense checkpoint is quantized to while it loads; None = weights stay as they are stored.
+
+    Raises:
+        ConfigError: `--quantization` contradicts the checkpoint.
+    """
+    asked = args.quantization
+    if asked is None:
+        return None
+    stored = model.quantization
+    if stored is not None:
+        names = {stored.method, "fp8"} if stored.method == "modelopt" else {stored.method}
+        if stored.method == "compressed-tensors":
+            names |= set(_CHANNEL_SCHEMES)
+        if asked not in names:
+            raise ConfigError(
+                f"--quantization is {asked}, but the checkpoint is quantized by {stored.method}; leave the flag out, "
+                f"or use one of: {', '.join(sorted(names & {'fp8', *_CHANNEL_SCHEMES}))}"
+            )
+        return None
+    if model.qtype is not None:
+        raise ConfigError(
+            f"--quantization is {asked}, but the checkpoint holds {model.qtype} blocks, which stay as they are; leave "
+            "the flag out, or use a checkpoint that is not quantized"
+        )
+    if asked != "fp8":
+        raise ConfigError(
+            f"--quantization is {asked}, but the checkpoint is not quantized; --quantization fp8 quantizes it while "
+            "it loads"
+        )
+    return "fp8"
+
+
+def kv_dtype(args: EngineArgs, model: ModelConfig, dtype: Dtype, choices: list[Choice]) -> KVDtype:
+    """Precision of the KV cache."""
+    if args.kv_cache_dtype != "auto":
+        return "fp8_e4m3"
+    if model.kv_cache_is_fp8:
+        choices.append(Choice("--kv-cache-dtype", "fp8_e4m3", "the checkpoint was made for it"))
+        return "fp8_e4m3"
+    choices.append(Choice("--kv-cache-dtype", dtype, "that of the activations"))
+    return dtype
