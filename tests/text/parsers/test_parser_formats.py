@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from parser_laws import assert_example, assert_law, context_of, cut, merged, spoiled
+from parser_laws import assert_example, assert_law, context_of, cut, merged, spoiled, stream
 
-from tokenspeed.text.parsers.interface import Example, ParseContext, Parser, assemble, parse_all
+from tokenspeed.text.parsers.interface import ContentDelta, Example, ParseContext, Parser, assemble, parse_all
 from tokenspeed.text.parsers.registry import reasoning_examples, reasoning_formats, tool_examples, tool_formats
 
 Make = Callable[[ParseContext], Parser]
@@ -53,6 +53,32 @@ def test_spoiled_samples_obey_the_law(name: str, data: st.DataObject):
     make, examples = FORMATS[name]
     example, text, pieces, finish_reason = data.draw(spoiled(examples))
     assert_law(lambda: make(context_of(example)), text, pieces, finish_reason)
+
+
+# Formats that have marks of their own around calls; those are no text, wherever they stand.
+SECTION_MARKS = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+)
+DSML_MARKS = tuple(f"<{s}｜DSML｜{word}>" for word in ("function_calls", "tool_calls") for s in ("", "/"))
+OF_CHANNELS = ("gpt-oss", "kimi_k3")
+
+
+@pytest.mark.parametrize("name", [name for name in tool_examples() if name not in OF_CHANNELS])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_without_tools_on_offer_all_text_is_content(name: str, data: st.DataObject):
+    _, text, pieces, finish_reason = data.draw(spoiled(tool_examples()[name]))
+    deltas = stream(tool_formats()[name].make(ParseContext(tools=())), pieces, finish_reason)
+    assert all(isinstance(delta, ContentDelta) for delta in deltas)
+    content = assemble(deltas).content
+    if name in ("kimik2", "deepseek", "deepseek31", "deepseek32"):
+        for mark in (*SECTION_MARKS, *DSML_MARKS):
+            text, content = text.replace(mark, ""), content.replace(mark, "")
+        text, content = "".join(text.split()), "".join(content.split())
+    assert content == text
 
 
 @pytest.mark.parametrize(("make", "example"), EXAMPLES)

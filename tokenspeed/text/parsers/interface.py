@@ -153,6 +153,9 @@ def never(traits: ModelTraits) -> str | None:
     return "it is used only when named"
 
 
+Starts = Literal["yes", "no", "prompt"]
+
+
 class WholeFormat(Protocol):
     """A format whose reasoning, answer and calls are channels of one whole: one parser has to read all three.
 
@@ -184,7 +187,7 @@ class ReasoningFormat:
     make: Callable[[ParseContext], Parser]
     why_not: WhyNot = never
     rank: int = 50
-    starts: Literal["yes", "no", "prompt"] = "no"
+    starts: Starts = "no"
     end_marker: str | None = None
     needs_special_tokens: bool = False
     whole: WholeFormat | None = None

@@ -40,7 +40,8 @@ def call_or_text(cursor: Cursor, output: Output, needs_arguments: bool) -> Steps
 
 
 def call_list(cursor: Cursor, output: Output, needs_arguments: bool) -> Steps[None]:
-    """A JSON array of calls, from its `[`. The caller has begun a recording; what is no call is content from there."""
+    """A JSON array of calls, from its `[`, and whitespace behind it. The caller has begun a recording; what is no call
+    is content from there."""
     more = yield from cursor.literal("[")
     while more:
         yield from cursor.space()
@@ -50,7 +51,8 @@ def call_list(cursor: Cursor, output: Output, needs_arguments: bool) -> Steps[No
         cursor.record("")
         more = yield from cursor.literal(",")
     cursor.recorded()
-    yield from cursor.literal("]")
+    if (yield from cursor.literal("]")):
+        yield from cursor.space()
 
 
 def call_sequence(cursor: Cursor, output: Output, needs_arguments: bool) -> Steps[None]:

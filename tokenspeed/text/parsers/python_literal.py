@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import unicodedata
+import warnings
 from typing import Any
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Sink, Steps
@@ -138,10 +139,25 @@ def _skip_string(cursor: Cursor, sink: Sink) -> Steps[bool]:
 def to_json(source: str) -> str | None:
     """A literal (with JSON's `true`, `false`, `null` too) as JSON text; None when it is none."""
     try:
-        value = _value(ast.parse(source.strip(), mode="eval").body)
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return json.dumps(literal(source), ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
         return None
+
+
+def literal(source: str) -> Any:
+    """The value of a literal, tuples as lists.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Python warns of odd spellings; the text is a model's, not code of ours.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            tree = ast.parse(source.strip(), mode="eval")
+        return _value(tree.body)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"not a literal: {error}") from error
 
 
 def _value(node: ast.expr) -> Any:

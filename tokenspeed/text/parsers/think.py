@@ -6,15 +6,14 @@ nothing but whitespace lies between. Later tags are the answer's own text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Sink, Steps
-from tokenspeed.text.parsers.interface import Delta, ParseContext, Parser, call_id
+from tokenspeed.text.parsers.interface import Delta, ParseContext, ReasoningFormat, Starts, WhyNot, call_id
 from tokenspeed.text.parsers.output import Output
 
-Starts = Literal["yes", "no", "prompt"]
 Place = Literal["inside", "outside", "behind"]
 
 
@@ -142,6 +141,21 @@ def place_of(tags: ThinkTags, starts: Starts, context: ParseContext) -> Place:
     return "inside" if starts == "yes" and context.thinking is not False else "outside"
 
 
-def think_format(tags: ThinkTags, starts: Starts) -> Callable[[ParseContext], Parser]:
-    """The `make` of a format of tags."""
-    return lambda context: ThinkParser(tags, place_of(tags, starts, context), context)
+def think_format(
+    names: tuple[str, ...],
+    tags: ThinkTags,
+    starts: Starts,
+    why_not: WhyNot,
+    rank: int,
+    needs_special_tokens: bool = False,
+) -> ReasoningFormat:
+    """A format of tags; the arguments are fields of `ReasoningFormat`."""
+    return ReasoningFormat(
+        names=names,
+        make=lambda context: ThinkParser(tags, place_of(tags, starts, context), context),
+        why_not=why_not,
+        rank=rank,
+        starts=starts,
+        end_marker=tags.close,
+        needs_special_tokens=needs_special_tokens,
+    )

@@ -6,7 +6,6 @@ decides how they are written (`True` -> `true`, `007` -> `7`); a value that fits
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
@@ -15,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
 from tokenspeed.text.parsers.output import Output
+from tokenspeed.text.parsers.python_literal import literal
 
 Kind = Literal["null", "boolean", "integer", "number", "array", "object", "string"]
 Kinds = frozenset[Kind]
@@ -195,10 +195,9 @@ def _container(plain: str, wanted: type) -> str | None:
     except (ValueError, RecursionError):
         pass
     try:
-        value = ast.literal_eval(plain)
-        value = list(value) if isinstance(value, tuple) else value
+        value = literal(plain)
         return dumps(value) if isinstance(value, wanted) else None
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+    except (ValueError, RecursionError):
         return None
 
 

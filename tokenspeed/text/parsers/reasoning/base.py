@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ReasoningFormat
+from tokenspeed.text.parsers.interface import Example, ModelTraits
 from tokenspeed.text.parsers.think import ThinkTags, think_format
 
 _TAGS = ThinkTags()
@@ -13,14 +13,7 @@ def why_not(traits: ModelTraits) -> str | None:
     return traits.missing("</think>")
 
 
-FORMAT = ReasoningFormat(
-    names=("base",),
-    make=think_format(_TAGS, "no"),
-    why_not=why_not,
-    rank=90,
-    starts="no",
-    end_marker=_TAGS.close,
-)
+FORMAT = think_format(("base",), _TAGS, "no", why_not, rank=90)
 
 EXAMPLES = (
     Example("No reasoning, a < b, </think> ", "No reasoning, a < b, </think> "),

@@ -5,7 +5,7 @@ Source: the model card; early templates left the tag to the model, which then wr
 
 from __future__ import annotations
 
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ReasoningFormat
+from tokenspeed.text.parsers.interface import Example, ModelTraits
 from tokenspeed.text.parsers.think import ThinkTags, think_format
 
 _TAGS = ThinkTags()

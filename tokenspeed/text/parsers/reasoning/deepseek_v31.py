@@ -5,7 +5,7 @@ Text is given exactly: the templates put nothing between tags and text.
 
 from __future__ import annotations
 
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ReasoningFormat
+from tokenspeed.text.parsers.interface import Example, ModelTraits
 from tokenspeed.text.parsers.think import ThinkTags, think_format
 
 _TAGS = ThinkTags(trims=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ReasoningFormat
+from tokenspeed.text.parsers.interface import Example, ModelTraits
 from tokenspeed.text.parsers.think import ThinkTags, think_format
 
 _TAGS = ThinkTags(open="◁think▷", close="◁/think▷")
@@ -13,15 +13,7 @@ def why_not(traits: ModelTraits) -> str | None:
     return None if traits.architecture == "KimiVLForConditionalGeneration" else traits.missing("◁think▷")
 
 
-FORMAT = ReasoningFormat(
-    names=("kimi",),
-    make=think_format(_TAGS, "no"),
-    why_not=why_not,
-    rank=20,
-    starts="no",
-    end_marker=_TAGS.close,
-    needs_special_tokens=True,
-)
+FORMAT = think_format(("kimi",), _TAGS, "no", why_not, rank=20, needs_special_tokens=True)
 
 EXAMPLES = (
     Example("Nur ◁ Text", "Nur ◁ Text"),

@@ -5,7 +5,7 @@ Text is given exactly. A call's section ends the reasoning too, the models are k
 
 from __future__ import annotations
 
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ReasoningFormat
+from tokenspeed.text.parsers.interface import Example, ModelTraits
 from tokenspeed.text.parsers.think import ThinkTags, think_format
 
 _TAGS = ThinkTags(trims=False, implicit_ends=("<|tool_calls_section_begin|>",))
@@ -17,15 +17,7 @@ def why_not(traits: ModelTraits) -> str | None:
     return None if traits.architecture == wanted else f"the architecture is not {wanted}"
 
 
-FORMAT = ReasoningFormat(
-    names=("kimi_k25",),
-    make=think_format(_TAGS, "prompt"),
-    why_not=why_not,
-    rank=20,
-    starts="prompt",
-    end_marker=_TAGS.close,
-    needs_special_tokens=True,
-)
+FORMAT = think_format(("kimi_k25",), _TAGS, "prompt", why_not, rank=20, needs_special_tokens=True)
 
 EXAMPLES = (
     Example("No reasoning, a < b, </think> ", "No reasoning, a < b, </think> "),

@@ -5,7 +5,7 @@ Text is given exactly. A call's section ends the reasoning too, the model is kno
 
 from __future__ import annotations
 
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ReasoningFormat
+from tokenspeed.text.parsers.interface import Example, ModelTraits
 from tokenspeed.text.parsers.think import ThinkTags, think_format
 
 _TAGS = ThinkTags(trims=False, implicit_ends=("<|tool_calls_section_begin|>",))

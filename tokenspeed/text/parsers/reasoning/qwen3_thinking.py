@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ReasoningFormat
+from tokenspeed.text.parsers.interface import Example, ModelTraits
 from tokenspeed.text.parsers.think import ThinkTags, think_format
 
 _TAGS = ThinkTags()

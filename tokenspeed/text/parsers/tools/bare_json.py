@@ -20,7 +20,6 @@ def grammar(cursor: Cursor, output: Output) -> Steps[None]:
     first = yield from cursor.peek()
     if first == "[":
         yield from call_list(cursor, output, needs_arguments=True)
-        yield from cursor.space()
     elif first == "{":
         yield from call_sequence(cursor, output, needs_arguments=True)
     else:

@@ -31,7 +31,6 @@ def grammar(cursor: Cursor, output: Output) -> Steps[None]:
             yield from call_list(cursor, output, needs_arguments=False)
         else:
             yield from _named_call(cursor, output)
-        yield from cursor.space()
 
 
 def _named_call(cursor: Cursor, output: Output) -> Steps[None]:
@@ -49,6 +48,7 @@ def _named_call(cursor: Cursor, output: Output) -> Steps[None]:
         return
     output.start(name, own_id)
     yield from marked_arguments(cursor, output, end=None)
+    yield from cursor.space()
 
 
 def why_not(traits: ModelTraits) -> str | None:
@@ -75,6 +75,7 @@ EXAMPLES = (
         "Sure.",
         calls=(("f", {"city": "Zürich"}), ("g", {"x": {"y": []}})),
     ),
+    Example("[TOOL_CALLS] f  [ARGS]\n x", "[TOOL_CALLS] f  [ARGS]\n x", tools=(ToolSpec("g"),)),
     Example('[TOOL_CALLS]f{"a": 1}', calls=(("f", {"a": 1}),)),
     Example('[TOOL_CALLS]f[ARGS]{"a": 1}', '[TOOL_CALLS]f[ARGS]{"a": 1}', tools=(ToolSpec("g"),)),
     Example(
