@@ -16,6 +16,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.server.context import off_loop
 from tokenspeed.server.errors import ClientGone
 
 MAX_DEPTH = 64  # containers within containers
@@ -39,7 +40,7 @@ async def read_json(request: Request) -> dict[str, Any]:
         body = await request.body()
     except ClientDisconnect as error:
         raise ClientGone from error
-    return parse_object(body)
+    return await off_loop(len(body), parse_object, body)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
