@@ -18,17 +18,7 @@ def why_not(traits: ModelTraits) -> str | None:
     return traits.missing("<｜Assistant｜>", "</think>")
 
 
-FORMAT = ReasoningFormat(
-    names=(
-        "deepseek_r1",
-        "deepseek-r1",
-    ),
-    make=think_format(_TAGS, "yes"),
-    why_not=why_not,
-    rank=40,
-    starts="yes",
-    end_marker=_TAGS.close,
-)
+FORMAT = think_format(("deepseek_r1", "deepseek-r1"), _TAGS, "yes", why_not, rank=40)
 
 EXAMPLES = (
     Example("Hm.\n</think>\n\nAnswer", "Answer", "Hm."),

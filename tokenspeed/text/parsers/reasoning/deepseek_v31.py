@@ -18,18 +18,7 @@ def why_not(traits: ModelTraits) -> str | None:
     return traits.missing("<｜Assistant｜>", "</think>", "thinking")
 
 
-FORMAT = ReasoningFormat(
-    names=(
-        "deepseek_v31",
-        "deepseek-v3",
-        "deepseek_v3",
-    ),
-    make=think_format(_TAGS, "prompt"),
-    why_not=why_not,
-    rank=30,
-    starts="prompt",
-    end_marker=_TAGS.close,
-)
+FORMAT = think_format(("deepseek_v31", "deepseek-v3", "deepseek_v3"), _TAGS, "prompt", why_not, rank=30)
 
 EXAMPLES = (
     Example("No reasoning, a < b, </think> ", "No reasoning, a < b, </think> "),

@@ -16,18 +16,7 @@ def why_not(traits: ModelTraits) -> str | None:
     return traits.missing("<|im_middle|>", "<think>")
 
 
-FORMAT = ReasoningFormat(
-    names=(
-        "kimi_thinking",
-        "kimi_k2",
-    ),
-    make=think_format(_TAGS, "yes"),
-    why_not=why_not,
-    rank=30,
-    starts="yes",
-    end_marker=_TAGS.close,
-    needs_special_tokens=True,
-)
+FORMAT = think_format(("kimi_thinking", "kimi_k2"), _TAGS, "yes", why_not, rank=30, needs_special_tokens=True)
 
 EXAMPLES = (
     Example("Hm\n</think>\nJa", "\nJa", "Hm\n"),

@@ -15,17 +15,7 @@ def why_not(traits: ModelTraits) -> str | None:
     return traits.missing("<|im_start|>assistant\\n<think>")
 
 
-FORMAT = ReasoningFormat(
-    names=(
-        "qwen3_thinking",
-        "qwen3-thinking",
-    ),
-    make=think_format(_TAGS, "yes"),
-    why_not=why_not,
-    rank=40,
-    starts="yes",
-    end_marker=_TAGS.close,
-)
+FORMAT = think_format(("qwen3_thinking", "qwen3-thinking"), _TAGS, "yes", why_not, rank=40)
 
 EXAMPLES = (
     Example("Hm.\n</think>\n\nAnswer", "Answer", "Hm."),
