@@ -64,6 +64,14 @@ def test_calls_use_more_memory_than_the_caches(setting):
     assert len(case.make(torch.add)) == -(-(2**12) // 768)
 
 
+def test_the_fp8_rate_is_measured_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(device, "CPU_READ_BYTES", 2**20)
+    monkeypatch.setattr(device, "CPU_MATMUL_SIZE", 64)
+    cpu = torch.device("cpu")
+    assert (device.measure_ceilings(cpu, torch.float32, "x", with_fp8=True).fp8_flop_per_s or 0) > 0
+    assert device.measure_ceilings(cpu, torch.float32, "x").fp8_flop_per_s is None
+
+
 def test_an_unknown_operation_has_no_cases(setting):
     assert cases(setting, "recorder") is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from tiny_model import CONFIG, write_config
 
@@ -14,6 +15,7 @@ from tokenspeed.bench.offline_args import LONG_LEN, SHORT_LEN, fit, needed_token
 from tokenspeed.bench.offline_engine import OfflineEngine
 from tokenspeed.config.args import EngineArgs
 from tokenspeed.config.engine import EngineConfig
+from tokenspeed.config.quantization import QuantizationConfig
 from tokenspeed.engine.llm import configure
 from tokenspeed.protocol.errors import ConfigError
 
@@ -184,6 +186,33 @@ def test_qwen3_8b_has_the_bound_of_the_targets(tmp_path):
                  torch_dtype="bfloat16")  # fmt: skip
     _, config = fitted(tmp_path, "--batch", "1", "--prefill", "none", "--dtype", "bfloat16", **shape)
     assert model_cost(config).decode_bytes(1) / 4.26e12 * 1e3 == pytest.approx(3.56, abs=0.01)
+
+
+@pytest.mark.parametrize("ignored", [(), ("lm_head",)])
+def test_fp8_weights_count_one_byte_and_their_scales(tmp_path, ignored):
+    _, dense = fitted(tmp_path, "--prompt-len", "32", "--prefill", "none")
+    matrices, norms, vocabulary = sizes(False)
+    rows = 2 * (128 + 64 + 2 * 96 + 64)  # q, k and v; o; gate and up; down
+    made = msgspec.structs.replace(dense, device="cuda", quantize_on_load="fp8")
+    cost = model_cost(made)
+    assert cost.weight_bytes == matrices + 4 * rows + 4 * (norms + vocabulary)
+    assert cost.multiplies_fp8
+    assert not model_cost(msgspec.structs.replace(made, device="cpu")).multiplies_fp8
+    quantized = QuantizationConfig(method="fp8", granularity="tensor", activations="dynamic", ignored=ignored)
+    model = msgspec.structs.replace(dense.model, quantization=quantized)
+    cost = model_cost(msgspec.structs.replace(dense, device="cuda", model=model))
+    head = 4 * vocabulary if ignored else vocabulary + 4 * 320
+    assert cost.weight_bytes == matrices + 4 * rows + 4 * norms + head
+
+
+def test_block_scales_are_one_a_block_and_multiply_widened(tmp_path):
+    _, dense = fitted(tmp_path, "--prompt-len", "32", "--prefill", "none")
+    matrices, norms, vocabulary = sizes(False)
+    blocks = QuantizationConfig(method="fp8", granularity="block", activations="dynamic", ignored=("lm_head",))
+    model = msgspec.structs.replace(dense.model, quantization=blocks)
+    cost = model_cost(msgspec.structs.replace(dense, device="cuda", model=model))
+    assert cost.weight_bytes == matrices + 4 * 2 * 7 + 4 * (norms + vocabulary)  # seven matrices of one block each
+    assert not cost.multiplies_fp8
 
 
 def test_gguf_weights_count_as_they_are_stored(default_checkpoint):

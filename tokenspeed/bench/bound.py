@@ -1,7 +1,8 @@
 """What a step must at least read and compute, counted from the model's shapes: the floor under every measured time.
 
-Weights: every tensor once, as the checkpoint stores it (GGUF blocks) or in the model's dtype. The token table is only
-looked up, so it counts as its rows; a head tied to it is read whole. Keys and values are counted apart.
+Weights: every tensor once, as it is kept on the device: GGUF blocks, e4m3 with its scales, else the model's dtype. The
+token table is only looked up, so it counts as its rows; a head tied to it is read whole. Keys and values are counted
+apart.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tokenspeed.attention.interface import AttentionNeed
 from tokenspeed.attention.select import select_backend
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.model import ModelConfig
+from tokenspeed.config.quantization import BLOCK
 from tokenspeed.config.resolve import kv_bytes_per_token
 from tokenspeed.distributed.mesh import SINGLE
 from tokenspeed.kernels.registry import Need, select_ops
@@ -39,6 +41,7 @@ class ModelCost:
         head_size: weights of the head, which only the sampled rows pass through.
         kv_token_bytes: keys and values of one token in all layers.
         attention_width: layers x query heads x head_dim.
+        multiplies_fp8: the layers' matrices multiply e4m3 numbers where there are many rows.
     """
 
     weight_bytes: int
@@ -47,6 +50,7 @@ class ModelCost:
     head_size: int
     kv_token_bytes: int
     attention_width: int
+    multiplies_fp8: bool = False
 
     def decode_bytes(self, num_rows: int) -> int:
         """Weight bytes of a step with one token a row."""
@@ -73,6 +77,9 @@ def model_cost(config: EngineConfig) -> ModelCost:
     stored = {name: size * element_bytes for name, size in sizes.items()}
     if config.load_format == "gguf":
         stored |= {weight.name: weight.nbytes for weight in open_weights(config.checkpoint, model, shell)}
+    fp8 = {name: shape for name, shape in shapes.items() if len(shape) == 2 and _is_fp8(name, config)}
+    is_block = model.quantization is not None and model.quantization.granularity == "block"
+    stored |= {name: _fp8_bytes(shape[0], shape[1], is_block) for name, shape in fp8.items()}
     table_name = HEAD if HEAD in sizes else TOKEN_TABLE
     is_matrix = [name for name, shape in shapes.items() if len(shape) == 2 and name not in (TOKEN_TABLE, HEAD)]
     return ModelCost(
@@ -82,7 +89,24 @@ def model_cost(config: EngineConfig) -> ModelCost:
         head_size=sizes[table_name],
         kv_token_bytes=kv_bytes_per_token(model, config.kv_cache_dtype),
         attention_width=model.num_layers * model.num_heads * model.head_dim,
+        multiplies_fp8=bool(fp8) and not is_block,  # block scales are widened before a matmul
     )
+
+
+def _is_fp8(name: str, config: EngineConfig) -> bool:
+    """A matrix is kept in e4m3. On a CPU none is: no kernel multiplies them there."""
+    module, quantization = name.removesuffix(".weight"), config.model.quantization
+    if config.device == "cpu" or name == TOKEN_TABLE:
+        return False
+    if quantization is not None:
+        return not quantization.is_ignored(module)
+    return config.quantize_on_load == "fp8" and module.startswith("model.layers.")
+
+
+def _fp8_bytes(rows: int, columns: int, is_block: bool) -> int:
+    """e4m3 weights and their float32 scales, one a row or one a block."""
+    num_scales = -(-rows // BLOCK) * -(-columns // BLOCK) if is_block else rows
+    return rows * columns + 4 * num_scales
 
 
 def _shell(model: ModelConfig) -> Model:

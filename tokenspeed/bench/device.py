@@ -24,17 +24,24 @@ class Ceilings:
     device: name of the device.
     bytes_per_s: on CUDA a device-to-device copy, read and written bytes together; on a CPU a sum over a large array.
     flop_per_s: a square matmul in the model's dtype.
+    fp8_flop_per_s: one of e4m3 numbers, where that was asked for.
     """
 
     device: str
     bytes_per_s: float
     flop_per_s: float
+    fp8_flop_per_s: float | None = None
 
 
-def measure_ceilings(device: torch.device, dtype: torch.dtype, cpu_name: str) -> Ceilings:
-    """Measure both. On a CPU with the number of threads that torch is set to."""
+def measure_ceilings(device: torch.device, dtype: torch.dtype, cpu_name: str, *, with_fp8: bool = False) -> Ceilings:
+    """Measure them. On a CPU with the number of threads that torch is set to.
+
+    Args:
+        with_fp8: fp8_flop_per_s too; the device must multiply e4m3.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name
-    return Ceilings(name, bandwidth(device), matmul_rate(device, dtype))
+    fp8 = fp8_matmul_rate(device) if with_fp8 else None
+    return Ceilings(name, bandwidth(device), matmul_rate(device, dtype), fp8)
 
 
 def bandwidth(device: torch.device) -> float:
@@ -52,6 +59,18 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     size = CUDA_MATMUL_SIZE if device.type == "cuda" else CPU_MATMUL_SIZE
     left, right = (torch.randn(size, size, dtype=torch.float32, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / best_s(lambda: left @ right, device)
+
+
+def fp8_matmul_rate(device: torch.device) -> float:
+    """As `matmul_rate`, of e4m3 numbers with one scale a tensor, result in bfloat16."""
+    size = CUDA_MATMUL_SIZE if device.type == "cuda" else CPU_MATMUL_SIZE
+    left, right = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), dtype=torch.float32, device=device)
+
+    def multiply() -> torch.Tensor:
+        return torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    return 2 * size**3 / best_s(multiply, device)
 
 
 def best_s(work: Callable[[], object], device: torch.device, tries: int = TRIES) -> float:

@@ -263,6 +263,27 @@ def _fused_linear(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
         yield Case("fused_linear", shape, rows, num_bytes, 2 * rows * inner * outer, make)
 
 
+def _fp8_linear(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
+    """e4m3 weights with a scale an output row, plain: any number of rows. The head stays dense, so it has no case."""
+    for name, inner, outer in _linears(at, False):
+        num_bytes = inner * outer + 4 * outer + rows * (inner + outer) * at.element_bytes
+
+        def make(op: Any, inner: int = inner, outer: int = outer, num_bytes: int = num_bytes) -> list[Call]:
+            if (reason := op.why_not(inner, outer, False)) is not None:
+                raise NotTimed(reason)
+            return [
+                partial(
+                    op,
+                    at.random(rows, inner),
+                    at.random(outer, inner).to(torch.float8_e4m3fn),
+                    torch.full((outer,), 0.02, dtype=torch.float32, device=at.device),
+                )
+                for _ in at.copies(num_bytes)
+            ]
+
+        yield Case("fp8_linear", f"{name} {inner} -> {outer}", rows, num_bytes, 2 * rows * inner * outer, make)
+
+
 def _block_linear(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
     for qtype, (scales, codes) in BLOCKS.items():
         for name, inner, outer in _linears(at, is_decode):
@@ -302,5 +323,6 @@ _CASES: dict[str, Callable[[Setting, int, bool], Iterator[Case]]] = {
     "paged_attention": _paged_attention,
     "linear": _linear,
     "fused_linear": _fused_linear,
+    "fp8_linear": _fp8_linear,
     "block_linear": _block_linear,
 }

@@ -32,6 +32,7 @@ _ABOUT = "Times every implementation of the kernel registry at the shapes of a m
 _WHAT = "What is timed"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 OPS = tuple(op for op in REQUIRED + OPTIONAL if op != "recorder")
+FP8_OP = "fp8_linear"
 MIN_CALLS = 16
 """Calls in a round at least, so that the clock's and the launch's own cost vanish."""
 
@@ -120,6 +121,7 @@ class KernelReport:
     dtype: str
     bytes_per_s: float
     flop_per_s: float
+    fp8_flop_per_s: float | None = None
     rows: list[KernelRow] = field(default_factory=list)
     not_timed: list[str] = field(default_factory=list)
 
@@ -141,13 +143,15 @@ def run(argv: Sequence[str]) -> int:
     torch.manual_seed(0)
     need = Need(device, DTYPES[args.dtype])
     setting = Setting(config, device, need.dtype, args.rows, args.prefill, args.context, args.page_size)
-    ceilings = measure_ceilings(device, need.dtype, info.cpu_name)
+    has_fp8 = any(found.op == FP8_OP and found.why_not(need) is None for found in discover())
+    ceilings = measure_ceilings(device, need.dtype, info.cpu_name, with_fp8=has_fp8 and FP8_OP in ops)
     report = KernelReport(
         model=checkpoint.name,
         device=ceilings.device,
         dtype=args.dtype,
         bytes_per_s=ceilings.bytes_per_s,
         flop_per_s=ceilings.flop_per_s,
+        fp8_flop_per_s=ceilings.fp8_flop_per_s,
     )
     timer = Timer(need, args.repeats)
     for op in ops:
@@ -231,7 +235,8 @@ def _row(
     time_s: float,
     ceilings: Ceilings,
 ) -> KernelRow:
-    bound_s = max(case.num_bytes / ceilings.bytes_per_s, case.flop / ceilings.flop_per_s)
+    rate = ceilings.fp8_flop_per_s if case.op == FP8_OP else None
+    bound_s = max(case.num_bytes / ceilings.bytes_per_s, case.flop / (rate or ceilings.flop_per_s))
     return KernelRow(
         op=case.op,
         shape=case.shape,
@@ -273,7 +278,8 @@ def show(report: KernelReport) -> None:
     for line in report.not_timed:
         console.print(f"not timed: {line}", highlight=False)
     console.print(
-        f"measured ceilings: {report.bytes_per_s / 1e9:.1f} GB/s, {report.flop_per_s / 1e12:.2f} TFLOP/s",
+        f"measured ceilings: {report.bytes_per_s / 1e9:.1f} GB/s, {report.flop_per_s / 1e12:.2f} TFLOP/s"
+        + (f" ({report.fp8_flop_per_s / 1e12:.2f} in fp8)" if report.fp8_flop_per_s else ""),
         highlight=False,
     )
     print(json.dumps(asdict(report)), flush=True)

@@ -61,8 +61,10 @@ def run(argv: Sequence[str]) -> int:
     finally:
         engine.close()
     device = torch.device(config.device)
-    ceilings = measure_ceilings(device, TORCH_DTYPES[config.dtype], read_device_info().cpu_name)
     cost = model_cost(config)
+    ceilings = measure_ceilings(
+        device, TORCH_DTYPES[config.dtype], read_device_info().cpu_name, with_fp8=cost.multiplies_fp8
+    )
     report = OfflineReport(
         version=__version__,
         model=config.checkpoint.name,
@@ -77,6 +79,7 @@ def run(argv: Sequence[str]) -> int:
         weight_bytes=cost.weight_bytes,
         bytes_per_s=ceilings.bytes_per_s,
         flop_per_s=ceilings.flop_per_s,
+        fp8_flop_per_s=ceilings.fp8_flop_per_s,
         engine_start_s=start_s,
         process_to_ready_s=process_s,
         choices=choices,
@@ -170,7 +173,7 @@ def _prefill_row(shape: tuple[int, int], times: list[float], cost: ModelCost, ce
     number, length = shape
     forward_s = statistics.median(times)
     flop = cost.prefill_flop(number, length)
-    bound_s = max(flop / ceilings.flop_per_s, cost.weight_bytes / ceilings.bytes_per_s)
+    bound_s = max(flop / (ceilings.fp8_flop_per_s or ceilings.flop_per_s), cost.weight_bytes / ceilings.bytes_per_s)
     return PrefillRow(
         num_prompts=number,
         prompt_len=length,

@@ -64,6 +64,7 @@ class OfflineReport:
     weight_bytes: int
     bytes_per_s: float
     flop_per_s: float
+    fp8_flop_per_s: float | None
     engine_start_s: float
     process_to_ready_s: float
     choices: list[str]
@@ -83,7 +84,8 @@ def show(report: OfflineReport) -> None:
         console.print(_prefill_table(report))
     console.print(
         f"weights of a step: {report.weight_bytes / 1e9:.4g} GB; measured ceilings: "
-        f"{report.bytes_per_s / 1e9:.1f} GB/s, {report.flop_per_s / 1e12:.2f} TFLOP/s",
+        f"{report.bytes_per_s / 1e9:.1f} GB/s, {report.flop_per_s / 1e12:.2f} TFLOP/s"
+        + (f" ({report.fp8_flop_per_s / 1e12:.2f} in fp8)" if report.fp8_flop_per_s else ""),
         highlight=False,
     )
     console.print(
