@@ -270,6 +270,7 @@ def test_no_wish_is_ignored():
         "stream_interval": 2, "chat_template": "{{ x }}", "drain_timeout": 1.0, "log_level": "error",
         "enable_log_requests": True, "enable_metrics": False, "skip_tokenizer_init": True,
         "kv_cache_dtype": "fp8",
+        "grammar_backend": "none", "grammar_compile_timeout_secs": 1.0, "disable_any_whitespace": True,
     }  # fmt: skip
     assert set(other) | acts_elsewhere == {field.name for field in dataclasses.fields(EngineArgs)}
     default = resolve(EngineArgs(), CHECKPOINT, MODEL, AMX)

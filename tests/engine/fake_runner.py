@@ -11,6 +11,7 @@ from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.config.rope import RopeConfig
+from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprobs
 from tokenspeed.text.chat_template import ChatTemplate
@@ -98,6 +99,7 @@ class FakeRunner:
         assert config.num_pages is not None
         self.groups = [GroupSpec("full", "full", config.page_size, 1, config.num_pages)]
         self.report = ["fake runner: no device"]
+        self.grammars: GrammarCompiler | None = None
         self.plans: list[StepPlan] = []
         self.is_closed = False
         self._slots: dict[int, Admission] = {}

@@ -312,6 +312,33 @@ class EngineArgs(ServerArgs):
             "hybrid_linear_attn": "hybrid linear-attention models are not served yet",
         },
     )
+    grammar_backend: str = flag(
+        "auto",
+        "--grammar-backend --guided-decoding-backend",
+        DEVICE,
+        "Library that keeps structured output to its grammar. `none`: such requests are refused.",
+        choices=("auto", "xgrammar", "llguidance", "none"),
+        refused_choices={"outlines": "use xgrammar or llguidance", "guidance": "the name here is llguidance"},
+        default_text="`xgrammar` when it is installed, else `llguidance`, else `none`",
+    )
+    grammar_compile_timeout_secs: float = flag(
+        30.0,
+        "--grammar-compile-timeout-secs",
+        DEVICE,
+        "Seconds that compiling one grammar may take; one that needs longer is answered 400.",
+        parse=number,
+        metavar="SECONDS",
+        at_least=0.1,
+        at_most=600,
+    )
+    disable_any_whitespace: bool = flag(
+        False,
+        "--disable-any-whitespace",
+        DEVICE,
+        "JSON of structured output has one fixed layout. Otherwise the model may lay it out, with up to 16 blanks and "
+        "line breaks in a row.",
+        kind="on",
+    )
     enforce_eager: bool = flag(
         False, "--enforce-eager", DEVICE, "Do not record steps; run operation by operation.", kind="on"
     )

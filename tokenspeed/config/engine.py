@@ -34,6 +34,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         pad_graphs: a batch between two of these sizes is padded to the next one.
         skip_tokenizer_init: the client works in token ids only.
         quantize_on_load: what a dense checkpoint is quantized to; None = weights stay as they are stored.
+        grammar_backend: library of structured output; auto: the engine takes what is installed.
+        grammar_timeout_s: seconds that compiling one grammar may take.
+        any_whitespace: structured JSON may be laid out freely.
         choices: automatic choices with reasons.
     """
 
@@ -63,4 +66,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantize_on_load: Literal["fp8"] | None = None
     trust_remote_code: bool = False
     skip_tokenizer_init: bool = False
+    grammar_backend: Literal["auto", "xgrammar", "llguidance", "none"] = "auto"
+    grammar_timeout_s: float = 30.0
+    any_whitespace: bool = True
     choices: tuple[Choice, ...] = ()

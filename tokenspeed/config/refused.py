@@ -59,13 +59,15 @@ _SERVING = (
         ("--tool-server", "address of built-in tools"),
     ),
     *_all(
-        "structured output is not built yet",
-        ("--grammar-backend", "library that constrains output to a grammar"),
-        ("--guided-decoding-backend", "library that constrains output to a grammar"),
+        "use --grammar-backend, --grammar-compile-timeout-secs and --disable-any-whitespace",
         ("--structured-outputs-config", "settings of structured output"),
-        ("--grammar-compile-timeout-secs", "time limit of grammar compilation"),
+    ),
+    *_all(
+        "a grammar that does not compile in time is refused, at once when it comes again; leave the flag out",
         ("--grammar-compile-max-retries", "retries of grammar compilation"),
-        ("--disable-any-whitespace", "no free whitespace in JSON output"),
+    ),
+    *_all(
+        "masks are filled on the host while the device computes, with graphs or without; leave the flag out",
         ("--disable-capturable-grammar", "grammar outside of recorded graphs"),
     ),
 )

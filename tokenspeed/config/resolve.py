@@ -35,6 +35,12 @@ _DTYPES: dict[str, Dtype] = {
     "float": "float32",
     "float32": "float32",
 }
+_GRAMMARS: dict[str, Literal["auto", "xgrammar", "llguidance", "none"]] = {
+    "auto": "auto",
+    "xgrammar": "xgrammar",
+    "llguidance": "llguidance",
+    "none": "none",
+}
 _LOG_LEVELS: dict[str, Literal["debug", "info", "warning", "error"]] = {
     "debug": "debug",
     "info": "info",
@@ -131,6 +137,9 @@ def resolve(
         max_queue_len=args.max_queue_len,
         trust_remote_code=args.trust_remote_code,
         skip_tokenizer_init=_skip_tokenizer(args),
+        grammar_backend=_GRAMMARS[args.grammar_backend],
+        grammar_timeout_s=args.grammar_compile_timeout_secs,
+        any_whitespace=not args.disable_any_whitespace,
         choices=(*choices, *_without_effect(args)),
     )
     return engine, _server(args, checkpoint)

@@ -24,6 +24,7 @@ from tokenspeed.engine.interface import GenerationEvent, GenerationRequest, Toke
 from tokenspeed.engine.launch import LAST_WORDS_S, EngineHandle, describe_exit
 from tokenspeed.engine.sequence import SequenceStream, TokenTexts
 from tokenspeed.protocol.errors import EngineDead, InvalidRequest, Overloaded
+from tokenspeed.protocol.grammar import INVALID_GRAMMAR
 from tokenspeed.protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -57,6 +58,7 @@ class _Live:
     streams: list[SequenceStream]
     events: EventQueue = field(default_factory=EventQueue)
     has_begun: bool = False  # the engine has said something about it
+    refusal: InvalidRequest | None = None  # the engine found, before any token, that it cannot serve it
     started_s: float = field(default_factory=time.monotonic)
 
 
@@ -139,6 +141,8 @@ class AsyncEngineClient:
                 events = await live.events.take()
                 if self._death is not None and not has_yielded and not live.has_begun:
                     raise EngineDead(self._death)
+                if live.refusal is not None:
+                    raise live.refusal
                 has_yielded = True
                 for event in events:
                     num_left -= event.finish_reason is not None
@@ -180,6 +184,7 @@ class AsyncEngineClient:
             sampling=sampling,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            grammar=request.grammar,
             arrival_s=time.time(),
         )
         self._gate.admit(0 if self._stats is None else self._stats.num_waiting)
@@ -271,6 +276,8 @@ class AsyncEngineClient:
         if not live.has_begun:
             live.has_begun = True
             self._gate.began(len(live.streams))
+        if output.error_code == INVALID_GRAMMAR and live.request.grammar is not None:
+            live.refusal = InvalidRequest(output.error or "", param=live.request.grammar.param, code=INVALID_GRAMMAR)
         event = stream.feed(output)
         live.events.put(event)
         if event.finish_reason is not None and output.finish_reason is None:

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from tokenspeed.engine.channel import EngineEnd
+from tokenspeed.engine.grammar_gate import GrammarGate
 from tokenspeed.engine.step_log import StepLog
 from tokenspeed.protocol.messages import (
     AbortRequest,
@@ -35,6 +36,7 @@ from tokenspeed.runner.interface import Runner
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.1
+GRAMMAR_POLL_S = 0.005  # how often an idle loop looks whether a grammar is compiled
 ORPHAN_CHECK_S = 1.0  # how long an engine may outlive its parent
 
 
@@ -79,6 +81,7 @@ class EngineCore:
         self._channel = channel
         self._scheduler = scheduler
         self._runner = runner
+        self._grammars = GrammarGate(runner.grammars)
         self._enable_overlap = enable_overlap
         self._parent_pid = parent_pid
         self._stopping = False
@@ -147,19 +150,41 @@ class EngineCore:
                     f"the scheduler plans nothing, yet {stats.num_running} sequences run and {stats.num_waiting} wait"
                 )
             while not messages and not self._stopping:
-                messages = self._channel.receive(None if self._parent_pid is None else ORPHAN_CHECK_S)
+                messages = self._channel.receive(self._nap_s())
                 self._check_parent()
+                if self._grammars.is_holding:
+                    break
             self._log.resume()
         elif not idle:
             self._check_parent()
         for message in messages:
             self._handle(message)
+        if self._grammars.is_holding:
+            self._release_compiled()
+
+    def _nap_s(self) -> float | None:
+        """How long an idle loop may sleep."""
+        if self._grammars.is_holding:
+            return GRAMMAR_POLL_S
+        return None if self._parent_pid is None else ORPHAN_CHECK_S
+
+    def _release_compiled(self) -> None:
+        ready, outputs = self._grammars.release()
+        self._send_outputs(outputs)
+        for request, unwanted in ready:
+            self._add(request)
+            for index in unwanted:
+                self._send_outputs(self._scheduler.abort(request.request_id, index))
 
     def _handle(self, message: ToEngine) -> None:
         match message:
             case AddRequest():
-                self._add(message)
+                if message.grammar is None:
+                    self._add(message)
+                else:
+                    self._send_outputs(self._grammars.hold(message))
             case AbortRequest(request_id=request_id, index=index):
+                self._send_outputs(self._grammars.abort(request_id, index))
                 self._send_outputs(self._scheduler.abort(request_id, index))
             case Command():
                 self._channel.send(self._answer(message))
@@ -183,6 +208,7 @@ class EngineCore:
     def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
         """The last terminal events of this engine. A broken scheduler may be unable to name them; then the client ends
         them itself when it reads `Fatal` or finds the process gone."""
+        self._send_outputs(self._grammars.abort_all(reason, error))
         try:
             self._send_outputs(self._scheduler.abort_all(reason, error))
         except Exception:
@@ -208,6 +234,7 @@ class EngineCore:
 
     def _send_outputs(self, outputs: list[SequenceOutput]) -> None:
         if outputs:
+            self._grammars.note(outputs)
             self._channel.send(Outputs(outputs))
 
     def _send_stats(self, now_s: float) -> EngineStats:

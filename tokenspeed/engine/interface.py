@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from tokenspeed.config.model import ModelConfig
+from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.messages import EngineStats, FinishReason
 from tokenspeed.protocol.sampling import SamplingParams
 
@@ -23,7 +24,7 @@ class GenerationRequest:
         request_id: unique; the server makes it (`chatcmpl-...`).
         prompt_token_ids: the prompt.
         sampling: max_tokens may be None = as many as the context allows.
-        priority, cache_salt: see `messages.AddRequest`.
+        priority, cache_salt, grammar: see `messages.AddRequest`.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class GenerationRequest:
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    grammar: GrammarSpec | None = None
 
 
 @dataclass(slots=True)
@@ -119,7 +121,8 @@ class EngineClient(Protocol):
         """Submit and stream. Closing the iterator early (disconnect) aborts the request in the engine.
 
         Raises (before the first event):
-            InvalidRequest: too long (names both numbers), token id out of range, empty prompt.
+            InvalidRequest: too long (names both numbers), token id out of range, empty prompt, a grammar that cannot be
+                compiled.
             Overloaded: bounded queue full, or draining.
             EngineDead: the engine is gone. After the first event, engine death gives an `error` event instead.
         """

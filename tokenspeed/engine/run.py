@@ -50,6 +50,8 @@ def run_engine(
         scheduler = _scheduler(config, runner.groups)
         core = EngineCore(channel, scheduler, runner, enable_overlap=config.enable_overlap, parent_pid=parent_pid)
         channel.send(_ready(config, runner))
+        if runner.grammars is not None and config.device != "cpu":
+            runner.grammars.warm()  # on a CPU it would compete with the first requests for cores
         core.run()
         return EXIT_OK
     except ConfigError as error:

@@ -10,6 +10,7 @@ from tokenspeed.attention.select import select_backend
 from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.distributed.mesh import SINGLE
+from tokenspeed.grammar.build import build_compiler
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.loader.fp8_weights import read_kv_scales
 from tokenspeed.loader.load import load_model
@@ -39,12 +40,13 @@ def build_runner(config: EngineConfig) -> ModelRunner:
         torch.set_num_threads(config.num_threads)
     # The model is built for the context that is served: positions beyond it never come, so its tables end there.
     model_config = msgspec.structs.replace(config.model, max_position=config.max_model_len)
+    grammars, grammar_report = build_compiler(config)
     with startup_phase("weights.target"):
         kv_dtype = None if config.kv_cache_dtype == config.dtype else DTYPES[config.kv_cache_dtype]
         ops, report = select_ops(Need(torch.device(config.device), DTYPES[config.dtype], kv_dtype))
         backend, backend_report = select_backend(_attention_need(config), config.attention_backend, ops)
         scheme = scheme_for(model_config, ops, config.quantize_on_load)
-        report += [*backend_report, f"weights: {scheme.name} ({scheme.reason})"]
+        report += [grammar_report, *backend_report, f"weights: {scheme.name} ({scheme.reason})"]
         model = build_model(model_config, SINGLE, scheme, ops, backend)
         with torch.inference_mode():
             load_model(model, config.checkpoint, model_config, seed=config.seed)
@@ -59,6 +61,7 @@ def build_runner(config: EngineConfig) -> ModelRunner:
         model_config.vocab_size,
         config.enforce_eager,
         report,
+        grammars,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from tokenspeed.attention.interface import AttentionBackend
 from tokenspeed.cache.spec import GroupSpec
+from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.kernels.ops import Ops
 from tokenspeed.kernels.triton.sampling import sample_rows
 from tokenspeed.models.interface import Model
@@ -95,6 +96,11 @@ class CudaModelRunner:
     @property
     def report(self) -> list[str]:
         return self._report
+
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        """None: this runner applies no masks yet, so constrained requests are refused."""
+        return None
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         future: Future[StepResult] = Future()

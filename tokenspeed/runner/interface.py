@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from tokenspeed.cache.spec import GroupSpec
+from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.protocol.step import StepPlan, StepResult
 
 
@@ -20,6 +21,11 @@ class Runner(Protocol):
     @property
     def report(self) -> list[str]:
         """Choices made while starting, each with its reason, for the log."""
+        ...
+
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        """Compiles what constrained requests must obey, before they are admitted; None: they cannot be served."""
         ...
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:

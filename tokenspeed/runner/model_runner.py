@@ -13,14 +13,17 @@ import torch
 
 from tokenspeed.attention.interface import AttentionBackend
 from tokenspeed.cache.spec import GroupSpec
+from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.kernels.ops import Ops
 from tokenspeed.models.interface import Model
 from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprobs
+from tokenspeed.runner.constraints import Constraints
 from tokenspeed.runner.device_state import DeviceState
 from tokenspeed.runner.step_graphs import StepGraphs
 from tokenspeed.sampling.logprobs import token_logprobs
+from tokenspeed.sampling.masks import TokenMasks
 from tokenspeed.sampling.sampler import Sampler
 
 MAX_GRAPH_ROWS = 32  # above this a dense bf16 matmul beats the quantized kernels, and dispatch no longer counts
@@ -47,12 +50,15 @@ class ModelRunner:
         vocab_size: int,
         enforce_eager: bool,
         report: list[str],
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
         self._groups = groups
         self._limits = limits
         self._report = report
+        self._grammars = grammars
+        self._constraints = Constraints(grammars, vocab_size)
         page_size = groups[0].page_size
         scratch_page = groups[0].num_pages
         self._state = DeviceState(limits.max_num_seqs, limits.max_model_len, page_size, scratch_page, ops.device)
@@ -73,6 +79,10 @@ class ModelRunner:
     def report(self) -> list[str]:
         return self._report
 
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        return self._grammars
+
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         return self._thread.submit(self._step, plan)
 
@@ -82,6 +92,8 @@ class ModelRunner:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _warm_up(self) -> str:
         """Record the graphs, then run a prompt and a decode on the scratch page, so that no request pays for the first
@@ -102,6 +114,7 @@ class ModelRunner:
         for admission in plan.admissions:
             self._state.admit(admission)
             self._sampler.admit(admission)
+            self._constraints.admit(admission)
             wanted = admission.sampling.prompt_logprobs
             if wanted is None:
                 self._prompt_logprobs.pop(admission.slot, None)
@@ -159,16 +172,19 @@ class ModelRunner:
         if sampling:
             slots = [row.slot for row in sampling]
             positions = [row.start + row.num_tokens for row in sampling]
-            sampled = self._sampler.sample(logits, slots, positions)
+            constrained = self._constraints.rows(slots)
+            masks = TokenMasks(constrained, self._constraints.fill(slots, constrained)) if constrained else None
+            sampled = self._sampler.sample(logits, slots, positions, masks)
             where = torch.tensor([slots, positions], dtype=torch.int64, device=logits.device)
             self._state.append_sampled(where[0], where[1], sampled.token_ids)
             for row, outcome in zip(sampling, sampled.finish(), strict=True):
+                error = outcome.error or self._constraints.accept(row.slot, outcome.token_id)
                 results[row.slot] = RowResult(
                     slot=row.slot,
-                    token_ids=[] if outcome.error else [outcome.token_id],
-                    logprobs=[outcome.logprobs] if outcome.logprobs else [],
+                    token_ids=[] if error else [outcome.token_id],
+                    logprobs=[outcome.logprobs] if outcome.logprobs and not error else [],
                     prompt_logprobs=prompt_logprobs.get(row.slot, []),
-                    error=outcome.error,
+                    error=error,
                 )
         return [
             results.get(row.slot) or RowResult(row.slot, [], prompt_logprobs=prompt_logprobs.get(row.slot, []))

@@ -1,7 +1,9 @@
 """Logits to tokens for one step, and the sampling state of every slot.
 
-Order, as in vLLM: logit_bias, then banned ids (min_tokens), then penalties; greedy rows take the best; the others apply
-temperature, top_k, min_p, top_p and draw. Log-probabilities are of the model's own logits, before all of that.
+Order, as in vLLM: logit_bias, then the masks of grammars, then banned ids (min_tokens), then penalties; greedy rows
+take the best; the others apply temperature, top_k, min_p, top_p and draw. A ban that would leave a constrained row
+nothing to sample is lifted: a finished grammar allows only the end. Log-probabilities are of the model's own logits,
+before all of that.
 
 A row depends on its own logits, parameters, seed and position only, never on the rest of the batch. What may be added:
 further edits of logits. What may not: decisions about requests, or anything that waits for the host inside `sample`
@@ -19,6 +21,7 @@ from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, TokenLogprobs
 from tokenspeed.sampling.filters import MAX_VOCAB, DrawParams, draw
 from tokenspeed.sampling.logprobs import PendingLogprobs, gather_logprobs
+from tokenspeed.sampling.masks import TokenMasks
 from tokenspeed.sampling.penalties import PenaltyCounts, has_penalties
 from tokenspeed.sampling.uniform import uniform
 
@@ -124,18 +127,21 @@ class Sampler:
             self._counts.release(admission.slot)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, slots: list[int], positions: list[int]) -> SampledBatch:
+    def sample(
+        self, logits: Tensor, slots: list[int], positions: list[int], masks: TokenMasks | None = None
+    ) -> SampledBatch:
         """Choose the next token of each row.
 
         Args:
             logits: [N, V] float32, not changed.
             slots: the N admitted slots the rows belong to, each at most once.
             positions: of the tokens to sample: how many tokens each sequence has now.
+            masks: what constrained rows may sample.
         """
         states = [self._state(slot) for slot in slots]
         best, token_ids = logits.max(dim=-1)  # NaN wins a maximum, so `best` also tells which rows have failed
         failed = ~best.isfinite()
-        work = self._edited(logits, states, slots, positions)
+        work = self._edited(logits, states, slots, positions, masks)
         if work is not logits:
             token_ids = work.max(dim=-1).indices
         random = [row for row, state in enumerate(states) if not state.is_greedy]
@@ -160,8 +166,10 @@ class Sampler:
             raise ValueError(f"slot {slot} was never admitted")
         return state
 
-    def _edited(self, logits: Tensor, states: list[_Slot], slots: list[int], positions: list[int]) -> Tensor:
-        """Logits after bias, bans and penalties: a copy if there are any, else the same tensor."""
+    def _edited(
+        self, logits: Tensor, states: list[_Slot], slots: list[int], positions: list[int], masks: TokenMasks | None
+    ) -> Tensor:
+        """Logits after bias, masks, bans and penalties: a copy if there are any, else the same tensor."""
         banning = [
             row
             for row, state in enumerate(states)
@@ -169,17 +177,24 @@ class Sampler:
         ]
         biased = [row for row, state in enumerate(states) if state.bias_ids is not None]
         penalised = [row for row, state in enumerate(states) if state.has_penalties]
-        if not (banning or biased or penalised):
+        if not (banning or biased or penalised or masks):
             return logits
         work = logits.clone()
         for row in biased:
             state = states[row]
             assert state.bias_ids is not None and state.bias is not None
             work[row].index_add_(0, state.bias_ids, state.bias)
+        if masks is not None:
+            masks.apply(work)
+        constrained = set(masks.rows) if masks is not None else set()
         for row in banning:
             banned = states[row].banned
             assert banned is not None
-            work[row].index_fill_(0, banned, -torch.inf)
+            if row in constrained:
+                without = work[row].index_fill(0, banned, -torch.inf)
+                work[row] = torch.where(without.isfinite().any(), without, work[row])
+            else:
+                work[row].index_fill_(0, banned, -torch.inf)
         if penalised:
             params = [states[row].sampling for row in penalised]
             self._counts.apply(work, penalised, [slots[row] for row in penalised], params)

@@ -1,0 +1,209 @@
+"""Compiles grammars beside the engine's loop and remembers them. No torch until a library is opened.
+
+Owns the worker processes and the cache. The engine submits and takes futures; the runner asks for what is compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import BinaryIO
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from tokenspeed.grammar.interface import Backend, CompiledGrammar, GrammarError, GrammarOptions, Vocabulary
+from tokenspeed.grammar.select import open_backend
+from tokenspeed.grammar.worker import Answer, Job, Setup, read_frame, write_frame
+from tokenspeed.protocol.grammar import GrammarSpec
+
+logger = logging.getLogger(__name__)
+
+NUM_WORKERS = 2  # started when needed; about 250 MB each, most of it shared pages of libraries
+CACHE_BYTES = 256 << 20
+MAX_REFUSALS = 256  # grammars known to be bad, so that sending one again costs nothing
+_START_TIMEOUT_S = 60.0
+_GRACE_S = 10.0  # beyond its own alarm, then the whole worker is killed
+
+_Key = tuple[str, str]
+
+
+class GrammarCompiler:
+    """See the module. `submit` and `compiled` may be called from any thread.
+
+    Args:
+        backend: a name of `select.BACKENDS`.
+        vocabulary: makes the vocabulary; called once, at the first grammar, on a thread of this object.
+        timeout_s: what one compilation may take.
+        cache_bytes: of compiled grammars that no request uses.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        vocabulary: Callable[[], Vocabulary],
+        options: GrammarOptions,
+        timeout_s: float,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        self._name = backend
+        self._make_vocabulary = vocabulary
+        self._options = options
+        self._timeout_s = timeout_s
+        self._cache_bytes = cache_bytes
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._opened: tuple[Vocabulary, Backend] | None = None
+        self._running: dict[_Key, Future[CompiledGrammar]] = {}
+        self._kept: OrderedDict[_Key, CompiledGrammar] = OrderedDict()  # least recently used first
+        self._kept_bytes = 0
+        self._alive: WeakValueDictionary[_Key, CompiledGrammar] = WeakValueDictionary()
+        self._refused: OrderedDict[_Key, str] = OrderedDict()
+        self._workers: dict[int, _Worker] = {}  # by thread
+        self._is_closed = False
+        self._threads = ThreadPoolExecutor(max_workers=NUM_WORKERS, thread_name_prefix="grammar")
+
+    def warm(self) -> None:
+        """Open the library and start a worker now, in the background, so that no request waits for that."""
+        self._threads.submit(self._ready_worker)
+
+    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        """The compiled grammar, perhaps at once. Fails with GrammarError. Whoever holds the result keeps it alive."""
+        key = (spec.kind, spec.text)
+        with self._lock:
+            compiled = self._alive.get(key)
+            if compiled is not None:
+                self._keep(key, compiled)
+                return _done(compiled)
+            if key in self._refused:
+                self._refused.move_to_end(key)
+                return _failed(GrammarError(self._refused[key]))
+            if key not in self._running:
+                self._running[key] = self._threads.submit(self._compile, spec)
+            return self._running[key]
+
+    def compiled(self, spec: GrammarSpec) -> CompiledGrammar | None:
+        """What `submit` has made, None when it is not there (any more)."""
+        with self._lock:
+            return self._alive.get((spec.kind, spec.text))
+
+    def close(self) -> None:
+        """End the workers; what still compiles fails."""
+        with self._lock:
+            self._is_closed = True
+            workers = list(self._workers.values())
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.kill()
+
+    def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """On a thread of the pool."""
+        key = (spec.kind, spec.text)
+        try:
+            answer, backend = self._ask(spec)
+            if answer.error is not None:
+                raise GrammarError(answer.error)
+            compiled = backend.load(answer.compiled)
+        except GrammarError as error:
+            with self._lock:
+                del self._running[key]
+                self._refused[key] = str(error)
+                if len(self._refused) > MAX_REFUSALS:
+                    self._refused.popitem(last=False)
+            raise
+        except BaseException:
+            with self._lock:
+                del self._running[key]
+            raise
+        with self._lock:
+            del self._running[key]
+            self._alive[key] = compiled
+            self._keep(key, compiled)
+        return compiled
+
+    def _ask(self, spec: GrammarSpec) -> tuple[Answer, Backend]:
+        worker, backend = self._ready_worker()
+        answer = worker.ask(Job(spec.kind, spec.text, self._timeout_s), self._timeout_s + _GRACE_S)
+        if answer is None:
+            worker.kill()
+            with self._lock:
+                self._workers.pop(threading.get_ident(), None)
+            answer = Answer(error="the process that compiles grammars died of it; simplify it")
+        return answer, backend
+
+    def _ready_worker(self) -> tuple[_Worker, Backend]:
+        """This thread's worker, and the library in this process."""
+        with self._opening:
+            if self._opened is None:
+                vocabulary = self._make_vocabulary()
+                self._opened = vocabulary, open_backend(self._name, vocabulary, self._options)
+            vocabulary, backend = self._opened
+        ident = threading.get_ident()
+        worker = self._workers.get(ident)
+        if worker is None:
+            worker = _Worker(Setup(self._name, vocabulary, self._options))
+            with self._lock:
+                self._workers[ident] = worker
+                is_closed = self._is_closed
+            if is_closed:
+                worker.kill()
+        return worker, backend
+
+    def _keep(self, key: _Key, compiled: CompiledGrammar) -> None:
+        """Newest in the cache; drop the oldest beyond the limit. The lock is held."""
+        if key not in self._kept:
+            self._kept[key] = compiled
+            self._kept_bytes += compiled.num_bytes
+        self._kept.move_to_end(key)
+        while self._kept_bytes > self._cache_bytes and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= oldest.num_bytes
+
+
+class _Worker:
+    """The engine's end of one `worker` process. Started here; ready when it has answered the setup."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tokenspeed.grammar.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin: BinaryIO = self._process.stdin  # type: ignore[assignment]
+        self._stdout: BinaryIO = self._process.stdout  # type: ignore[assignment]
+        if self.ask(setup, _START_TIMEOUT_S) is None:
+            self.kill()
+            raise RuntimeError("the process that compiles grammars did not start; the log says why")
+
+    def ask(self, message: Setup | Job, timeout_s: float) -> Answer | None:
+        """Send and wait for the answer; None when it is late or the process is gone."""
+        try:
+            write_frame(self._stdin, message)
+            if not select.select([self._stdout], [], [], timeout_s)[0]:
+                return None
+            body = read_frame(self._stdout)
+        except OSError:
+            return None
+        return None if body is None else msgspec.msgpack.decode(body, type=Answer)
+
+    def kill(self) -> None:
+        """End it. A compilation in a fork of it ends by its own alarm."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _done(compiled: CompiledGrammar) -> Future[CompiledGrammar]:
+    future: Future[CompiledGrammar] = Future()
+    future.set_result(compiled)
+    return future
+
+
+def _failed(error: GrammarError) -> Future[CompiledGrammar]:
+    future: Future[CompiledGrammar] = Future()
+    future.set_exception(error)
+    return future

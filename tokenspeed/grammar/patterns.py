@@ -1,0 +1,156 @@
+"""What a regular expression may hold: a scan, without a library, that says no in the user's words.
+
+A library may skip what it does not know (a look-ahead, an anchor in the middle) or follow it so slowly that a batch
+stands still (repetitions inside repetitions); both are refused here, in the server. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tokenspeed.grammar.interface import GrammarError
+
+MAX_CHARS = 4096
+MAX_COPIES = 10_000
+"""Copies of one character that counted repetitions, multiplied, may ask for."""
+
+_COUNT = re.compile(r"\{(\d+)(,(\d*))?\}")
+_GROUPS = {
+    "(?=": "look-ahead",
+    "(?!": "look-ahead",
+    "(?<=": "look-behind",
+    "(?<!": "look-behind",
+    "(?>": "atomic group",
+    "(?(": "condition",
+    "(?#": "comment",
+}
+_NAMED_GROUP = re.compile(r"\(\?P?<[A-Za-z_]\w*>")
+
+
+def check_pattern(pattern: str, is_search: bool = False) -> str:
+    """Check an expression and take the anchors off that change nothing.
+
+    Args:
+        is_search: JSON schema's meaning, "matches somewhere". What is generated then matches as a whole, which
+            implies it.
+
+    Returns:
+        The expression without `^` in front of and `$` behind its alternatives.
+
+    Raises:
+        GrammarError: what cannot be used, and where.
+    """
+    if len(pattern) > MAX_CHARS:
+        raise GrammarError(f"the regular expression has {len(pattern)} characters, the limit is {MAX_CHARS}")
+    scan = _Scan(pattern)
+    scan.run()
+    if scan.max_copies > MAX_COPIES:
+        raise GrammarError(
+            f"the regular expression repeats something up to {scan.max_copies} times (counts inside counts are "
+            f"multiplied), the limit is {MAX_COPIES}; use smaller counts, or * and +"
+        )
+    return "".join(scan.kept)
+
+
+class _Scan:
+    """One pass from left to right. `_sizes` holds, a group, how many copies its content is worth so far."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self._at = 0
+        self._sizes: list[int] = [1]
+        self._last = 1  # copies of the item that a repetition would repeat
+        self.max_copies = 1
+        self.kept: list[str] = []
+
+    def run(self) -> None:
+        while self._at < len(self._pattern):
+            char = self._pattern[self._at]
+            match char:
+                case "\\":
+                    self._escape()
+                case "[":
+                    self._take(self._class_end())
+                    self._item(1)
+                case "(":
+                    self._open()
+                case ")":
+                    self._close()
+                case "^" | "$":
+                    self._anchor(char)
+                case "{" if found := _COUNT.match(self._pattern, self._at):
+                    self._count(found)
+                case _:
+                    self._take(self._at + 1)
+                    if char not in "*+?|":
+                        self._item(1)
+        if len(self._sizes) > 1:
+            raise GrammarError("the regular expression has a ( without its )")
+
+    def _take(self, end: int) -> None:
+        self.kept.append(self._pattern[self._at : end])
+        self._at = end
+
+    def _item(self, copies: int) -> None:
+        self._last = copies
+        self._sizes[-1] = max(self._sizes[-1], copies)
+        self.max_copies = max(self.max_copies, copies)
+
+    def _escape(self) -> None:
+        following = self._pattern[self._at + 1 : self._at + 2]
+        if following in ("b", "B", "A", "Z", "z", "G"):
+            raise GrammarError(f"the regular expression holds \\{following} at {self._at}, which is not supported")
+        if following.isdigit() and following != "0":
+            raise GrammarError(f"the regular expression holds the back reference \\{following}, which is not supported")
+        if not following:
+            raise GrammarError("the regular expression ends in a single backslash")
+        self._take(self._at + 2)
+        self._item(1)
+
+    def _class_end(self) -> int:
+        at = self._at + 1
+        if self._pattern[at : at + 1] == "^":
+            at += 1
+        if self._pattern[at : at + 1] == "]":
+            at += 1
+        while at < len(self._pattern) and self._pattern[at] != "]":
+            at += 2 if self._pattern[at] == "\\" else 1
+        if at >= len(self._pattern):
+            raise GrammarError("the regular expression has a [ without its ]")
+        return at + 1
+
+    def _open(self) -> None:
+        rest = self._pattern[self._at : self._at + 4]
+        for start, what in _GROUPS.items():
+            if rest.startswith(start):
+                raise GrammarError(f"the regular expression holds {start} ({what}) at {self._at}; it is not supported")
+        if rest.startswith("(?:"):
+            self._take(self._at + 3)
+        elif named := _NAMED_GROUP.match(self._pattern, self._at):
+            self.kept.append("(")
+            self._at = named.end()
+        elif rest.startswith("(?"):
+            raise GrammarError(f"the regular expression holds {rest[:3]} at {self._at}; flags are not supported")
+        else:
+            self._take(self._at + 1)
+        self._sizes.append(1)
+
+    def _close(self) -> None:
+        if len(self._sizes) == 1:
+            raise GrammarError("the regular expression has a ) without its (")
+        self._take(self._at + 1)
+        self._item(self._sizes.pop())
+
+    def _anchor(self, char: str) -> None:
+        before = self._pattern[self._at - 1 : self._at]
+        after = self._pattern[self._at + 1 : self._at + 2]
+        is_outer = len(self._sizes) == 1 and (before in ("", "|") if char == "^" else after in ("", "|"))
+        if not is_outer:
+            raise GrammarError(f"the regular expression holds {char} at {self._at}, inside of it; it is not supported")
+        self._at += 1
+
+    def _count(self, found: re.Match[str]) -> None:
+        # The largest count decides; an open end repeats one copy over and over.
+        times = int(found[3] or found[1])
+        self._take(found.end())
+        self._item(self._last * max(times, 1))

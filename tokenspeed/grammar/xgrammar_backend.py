@@ -1,0 +1,125 @@
+"""XGrammar (Apache-2.0, arXiv 2411.15100) behind `interface.Backend`. The only file that imports `xgrammar`.
+
+It calls native code that lets other Python threads run. Its warnings go to stderr from native code; what they are about
+is refused before (`json_schema`, `patterns`).
+"""
+
+from __future__ import annotations
+
+import re
+
+import xgrammar
+
+from tokenspeed.grammar.interface import GrammarError, GrammarOptions, MaskRow, Vocabulary
+from tokenspeed.protocol.grammar import GrammarKind
+
+MAX_WHITESPACE = 16
+"""Characters of white space between two JSON tokens. Small models otherwise write blanks until max_tokens; pretty
+printing needs a line break and the indentation."""
+
+_ORIGIN = re.compile(r"^\[[^\]]*\] \S+\.(?:cc|h):\d+: ")  # "[07:29:40] /project/cpp/x.cc:94: "
+
+
+class XGrammarBackend:
+    """See `interface.Backend`."""
+
+    def __init__(self, vocabulary: Vocabulary, options: GrammarOptions) -> None:
+        self._options = options
+        self._vocabulary = vocabulary
+        self._text_info = _info(vocabulary.text_tokens(), vocabulary)
+        self._tag_info: xgrammar.TokenizerInfo | None = None
+
+    def compile(self, kind: GrammarKind, text: str) -> bytes:
+        """See `interface.Backend.compile`. The first byte tells which vocabulary it belongs to."""
+        is_tag = kind == "structural_tag"
+        compiler = xgrammar.GrammarCompiler(self._info(is_tag), max_threads=1, cache_enabled=False)
+        try:
+            compiled = self._compile(compiler, kind, text)
+        except (RuntimeError, ValueError) as error:
+            raise GrammarError(_reason(error)) from error
+        return (b"t" if is_tag else b"p") + compiled.serialize_json().encode()
+
+    def load(self, compiled: bytes) -> XGrammarCompiled:
+        """See `interface.Backend.load`."""
+        info = self._info(compiled[:1] == b"t")
+        grammar = xgrammar.CompiledGrammar.deserialize_json(compiled[1:].decode(), info)
+        return XGrammarCompiled(grammar, self._vocabulary.eos_token_ids)
+
+    def _compile(self, compiler: xgrammar.GrammarCompiler, kind: GrammarKind, text: str) -> xgrammar.CompiledGrammar:
+        match kind:
+            case "json_schema":
+                free = self._options.any_whitespace
+                return compiler.compile_json_schema(
+                    text, any_whitespace=free, max_whitespace_cnt=MAX_WHITESPACE if free else None
+                )
+            case "regex":
+                return compiler.compile_regex(text)
+            case "ebnf":
+                return compiler.compile_grammar(text)
+            case "structural_tag":
+                return compiler.compile_structural_tag(text)
+
+    def _info(self, is_tag: bool) -> xgrammar.TokenizerInfo:
+        """Structural tags may name special tokens by their spelling, everything else must not see them."""
+        if not is_tag:
+            return self._text_info
+        if self._tag_info is None:
+            self._tag_info = _info(self._vocabulary.tokens, self._vocabulary)
+        return self._tag_info
+
+
+class XGrammarCompiled:
+    """See `interface.CompiledGrammar`."""
+
+    def __init__(self, grammar: xgrammar.CompiledGrammar, eos_token_ids: tuple[int, ...]) -> None:
+        self._grammar = grammar
+        self._eos_token_ids = eos_token_ids
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._grammar.memory_size_bytes)
+
+    def matcher(self) -> XGrammarMatcher:
+        return XGrammarMatcher(xgrammar.GrammarMatcher(self._grammar), self._eos_token_ids)
+
+
+class XGrammarMatcher:
+    """See `interface.Matcher`."""
+
+    def __init__(self, matcher: xgrammar.GrammarMatcher, eos_token_ids: tuple[int, ...]) -> None:
+        self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+
+    @property
+    def is_terminated(self) -> bool:
+        return bool(self._matcher.is_terminated())
+
+    def fill(self, row: MaskRow) -> bool:
+        if self._matcher.is_terminated():
+            row[:] = 0
+            for token_id in self._eos_token_ids:
+                row.view("uint32")[token_id // 32] |= 1 << token_id % 32
+            return True
+        return bool(self._matcher.fill_next_token_bitmask(row[None]))
+
+    def accept(self, token_id: int) -> bool:
+        return bool(self._matcher.accept_token(token_id))
+
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+
+
+def _info(tokens: list[bytes], vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
+    return xgrammar.TokenizerInfo(
+        tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=list(vocabulary.eos_token_ids)
+    )
+
+
+def _reason(error: Exception) -> str:
+    """The library's message without its source file."""
+    return _ORIGIN.sub("", str(error)).strip().split("\n")[0][:500]
+
+
+def open_backend(vocabulary: Vocabulary, options: GrammarOptions) -> XGrammarBackend:
+    """See `select.open_backend`."""
+    return XGrammarBackend(vocabulary, options)

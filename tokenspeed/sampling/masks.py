@@ -1,0 +1,30 @@
+"""Which tokens a step's constrained rows may sample, as bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Bits of some rows of a batch.
+
+    Fields:
+        rows: which rows of the logits, ascending.
+        words: [len(rows), ceil(V / 32)] int32 on the host; bit i % 32 of word i // 32 allows token i.
+    """
+
+    rows: list[int]
+    words: NDArray[np.int32]
+
+    def apply(self, logits: Tensor) -> None:
+        """Set what is not allowed to -inf in `logits` [N, V] float32, in place."""
+        bits = np.unpackbits(self.words.view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[-1]]
+        forbidden = torch.from_numpy(bits == 0).to(logits.device)
+        for place, row in enumerate(self.rows):
+            logits[row].masked_fill_(forbidden[place], -torch.inf)
