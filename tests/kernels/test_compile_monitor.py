@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import types
 
@@ -9,7 +10,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from tokenspeed.kernels.triton.compile_monitor import CompiledWhileServing, CompileMonitor  # noqa: E402
+from tokenspeed.kernels.triton.compile_monitor import CompileClaims, CompiledWhileServing, CompileMonitor  # noqa: E402
 from tokenspeed.protocol.errors import ConfigError  # noqa: E402
 
 
@@ -83,8 +84,32 @@ def test_an_unknown_mode_is_refused():
 
 def test_triton_really_calls_it(monitor):
     """The keyword arguments are Triton's own; a version that changes them must fail here, not in a server."""
-    import inspect
-
     parameters = inspect.signature(triton.knobs.CompilationListener.__call__).parameters
     ours = inspect.signature(CompileMonitor._on_compile).parameters
     assert list(parameters) == list(ours)
+
+
+def missing(name: str, key: str) -> bool:
+    """What Triton does before a compilation; True = passed over."""
+    about = types.SimpleNamespace(module="m", name=name)
+    hook = triton.knobs.runtime.jit_cache_hook
+    return hook(key=key, repr="", fn=about, compile={}, is_manual_warmup=False, already_compiled=False)
+
+
+def test_each_kernel_is_claimed_once(tmp_path):
+    first, second = CompileClaims(tmp_path), CompileClaims(tmp_path)
+    first.install()
+    try:
+        assert [missing("a", "1"), missing("a", "2")] == [False, False]
+        second.install()
+        assert [missing("a", "1"), missing("b", "1"), missing("a", "2")] == [True, False, True]
+        first.install()
+        assert missing("b", "1")
+    finally:
+        first.remove()
+    assert triton.knobs.runtime.jit_cache_hook is None
+
+
+def test_triton_hands_the_claims_what_they_expect():
+    parameters = inspect.signature(triton.knobs.JITHook.__call__).parameters
+    assert list(parameters) == list(inspect.signature(CompileClaims._is_taken).parameters)

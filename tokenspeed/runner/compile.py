@@ -1,9 +1,10 @@
 """Compiles the kernels that a model needs in worker processes, while the engine loads its weights.
 
-A worker builds a twin of the model with one layer of random weights and runs its share of the steps that stand for all
-(`warm_up`). Every launch of the real model has its like there, whatever the family, the quantization or the kernel, so
-nothing has to be listed. What is left behind is Triton's cache on disk, keyed by source, versions and GPU; the engine
-finds it there. A worker that fails costs time, not correctness: the engine then compiles by itself.
+A worker builds a twin of the model with one layer of random weights and runs the steps that stand for all (`warm_up`).
+Every launch of the real model has its like there, whatever the family, the quantization or the kernel, so nothing has
+to be listed. Workers run the same launches and claim the kernels that are missing, one by one. What is left behind is
+Triton's cache on disk, keyed by source, versions and GPU; the engine finds it there. A worker that fails costs time,
+not correctness: the engine then compiles by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import torch
@@ -32,17 +32,15 @@ from tokenspeed.runner.warm_up import plan_pages, representatives, warm_up_plans
 
 CACHE_VARIABLE = "TRITON_CACHE_DIR"
 WORKER_VARIABLE = "TOKENSPEED_COMPILE_WORKER"
-"""Set by this module for its own workers: `index/count`."""
+"""Set by this module for its own workers: the folder of their claims."""
 
 MAX_WORKERS = 16
-MEMORY_SHARE = 0.25
-"""Of the GPU's free memory, for all workers together; the engine's own weights come at the same time."""
+MEMORY_SHARE = 0.5
+"""Of what the engine's own weights will leave of the GPU's free memory, for all workers together."""
 CONTEXT_BYTES = 3 * 2**29
 """CUDA context, kernels, workspaces and activations of a worker."""
 WORKER_TIMEOUT_S = 600.0
 TWIN_BATCH_TOKENS = 1024
-
-Item = TypeVar("Item")
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +127,8 @@ def start_compile(config: EngineConfig) -> CompileJob:
     count = num_workers(config, torch.cuda.mem_get_info()[0])
     work = Path(tempfile.mkdtemp(prefix="tokenspeed-compile-"))
     (work / "order").write_bytes(msgspec.msgpack.encode(twin(config)))
-    return CompileJob([_start_worker(work, index, count) for index in range(count)], work, marker, "")
+    (work / "claims").mkdir()
+    return CompileJob([_start_worker(work, index) for index in range(count)], work, marker, "")
 
 
 def prepare_cache() -> Path | None:
@@ -171,38 +170,30 @@ def twin(config: EngineConfig) -> EngineConfig:
 
 def is_worker() -> bool:
     """True in a process that only compiles; it need not measure memory."""
-    return bool(os.environ.get(WORKER_VARIABLE))
+    return claims_folder() is not None
 
 
-def my_share(items: Sequence[Item]) -> list[Item]:
-    """In a worker every count-th of the items from its index on, elsewhere all."""
-    place = os.environ.get(WORKER_VARIABLE)
-    if not place:
-        return list(items)
-    index, _, count = place.partition("/")
-    return list(items[int(index) :: int(count)])
+def claims_folder() -> Path | None:
+    """Of this worker, or None in an engine."""
+    folder = os.environ.get(WORKER_VARIABLE)
+    return Path(folder) if folder else None
 
 
 def num_workers(config: EngineConfig, free_bytes: int) -> int:
-    """One a core, as far as there is work and memory for them."""
+    """One a core, as far as there is memory for them."""
     model = config.model
     layer = model.hidden_size * (
         3 * model.intermediate_size + (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     )
     item_bytes = 4 if config.dtype == "float32" else 2
-    each = CONTEXT_BYTES + item_bytes * (layer + 2 * model.vocab_size * model.hidden_size)
-    plans = warm_up_plans(
-        config.max_num_seqs,
-        config.max_model_len,
-        min(config.max_num_batched_tokens, TWIN_BATCH_TOKENS),
-        config.page_size,
-    )
-    work = max(len(representatives(config.capture_sizes)), len(plans))
-    return max(1, min(config.num_threads, MAX_WORKERS, work, int(free_bytes * MEMORY_SHARE) // each))
+    ends = 2 * model.vocab_size * model.hidden_size
+    each = CONTEXT_BYTES + item_bytes * (layer + ends)
+    left = free_bytes - item_bytes * (layer * model.num_layers + ends)
+    return max(1, min(config.num_threads, MAX_WORKERS, int(left * MEMORY_SHARE) // each))
 
 
-def _start_worker(work: Path, index: int, count: int) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, WORKER_VARIABLE: f"{index}/{count}"}
+def _start_worker(work: Path, index: int) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, WORKER_VARIABLE: str(work / "claims")}
     command = [sys.executable, "-m", "tokenspeed.runner.compile_worker", str(work / "order")]
     with open(work / f"{index}.log", "wb") as log:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)

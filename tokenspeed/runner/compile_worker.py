@@ -1,6 +1,6 @@
 """A process that fills Triton's cache: `python -m tokenspeed.runner.compile_worker ORDER`, started by `compile.py`.
 
-Which part of the work is its own stands in the environment; see `compile.my_share`.
+It shares the work with its like through a folder of claims; see `kernels.triton.compile_monitor.CompileClaims`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ from pathlib import Path
 import msgspec
 
 from tokenspeed.config.engine import EngineConfig
+from tokenspeed.kernels.triton.compile_monitor import CompileClaims
 from tokenspeed.runner.build import build_runner
-from tokenspeed.runner.compile import my_share
+from tokenspeed.runner.compile import claims_folder
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> int:
-    """Build the twin, run this worker's sizes and steps once, leave."""
+    """Build the twin, run every size and step once, leave."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the engine ends its workers
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     config = msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes(), type=EngineConfig)
-    runner = build_runner(msgspec.structs.replace(config, capture_sizes=tuple(my_share(config.capture_sizes))))
+    claims = claims_folder()
+    assert claims is not None, "started by compile.py only"
+    CompileClaims(claims).install()
+    runner = build_runner(config)
     try:
         runner.capture()
     finally:

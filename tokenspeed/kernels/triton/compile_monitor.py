@@ -1,4 +1,4 @@
-"""Counts what Triton compiles in this process, and watches that nothing is compiled while requests are served.
+"""What Triton compiles in this process: counted, watched while requests are served, shared out among workers.
 
 A kernel variant that was not warmed up stalls every running stream for a second. TOKENSPEED_JIT_COMPILE_CHECK decides
 what a launch that finds its kernel missing does after `serving`: `off` nothing, `warn` a log line, `error` an exception
@@ -7,7 +7,10 @@ what a launch that finds its kernel missing does after `serving`: `off` nothing,
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -79,3 +82,41 @@ class CompileMonitor:
         if self._mode == "error":
             raise CompiledWhileServing(message)
         logger.warning("%s", message)
+
+
+class CompileClaims:
+    """Shares kernels out among processes that run the same launches: whoever comes first compiles, the others pass the
+    launch over. Their results are then garbage, so this is for processes that only compile.
+
+    Args:
+        folder: exists, empty at first, common to the processes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def install(self) -> None:
+        """From now on every missing kernel is claimed first."""
+        triton.knobs.runtime.jit_cache_hook = self._is_taken
+
+    def remove(self) -> None:
+        """Compile whatever is missing again."""
+        triton.knobs.runtime.jit_cache_hook = None
+
+    def _is_taken(
+        self,
+        *,
+        key: str,
+        repr: str,
+        fn: Any,
+        compile: dict[str, Any],
+        is_manual_warmup: bool,
+        already_compiled: bool,
+    ) -> bool:
+        """Triton's hook before a compilation: True = do not compile, do not launch."""
+        name = hashlib.sha256(f"{fn.module}.{fn.name} {key}".encode()).hexdigest()
+        try:
+            os.close(os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return True
+        return False
