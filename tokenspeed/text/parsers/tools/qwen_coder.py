@@ -1,8 +1,8 @@
 """Qwen3-Coder, Qwen3.5: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`.
 
 Source: the chat templates on the model cards. Values are text; the tool's schema says what they are. One newline at
-either end of a value is markup, and so is whitespace around tags. `<function=` without `<tool_call>` counts too, the
-models forget it. A parameter that the schema does not name is a string.
+either end of a value is markup, and so is whitespace around tags. `<function=` without `<tool_call>` counts too, and
+`</tool_call>` without `</function>`: the models forget them. A parameter that the schema does not name is a string.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ def _parameters(cursor: Cursor, output: Output, name: str) -> Steps[None]:
         writer.close()
         yield from cursor.space()
         yield from cursor.literal("</tool_call>")
+    elif (yield from cursor.literal("</tool_call>")):
+        writer.close()
     else:
         give_up(cursor, output)
 
@@ -119,6 +121,7 @@ EXAMPLES = (
         "done",
         calls=(("f", {}), ("g", {"x": "5"})),
     ),
+    Example("<tool_call><function=f><parameter=x>5</parameter></tool_call>", calls=(("f", {"x": "5"}),)),
     Example(
         "<tool_call>\n<function=other>\n</function>\n</tool_call>",
         "<tool_call>\n<function=other>\n</function>\n</tool_call>",
