@@ -82,6 +82,7 @@ def test_the_twin_has_the_same_kernels_and_little_memory():
     assert small.model == msgspec.structs.replace(CONFIG.model, num_layers=1)
     assert (small.load_format, small.checkpoint.format, small.checkpoint.weight_files) == ("dummy", "config", ())
     assert small.num_pages == 64 and small.num_pages >= plan_pages(warm_up_plans(160, 4096, 1024, 64))
+    assert small.grammar_backend == "none", "it would start a process of its own"
     assert small.capture_sizes == representatives(CONFIG.capture_sizes)
     same = ("dtype", "page_size", "max_model_len", "max_num_seqs", "attention_backend", "kv_cache_dtype")
     assert all(getattr(small, name) == getattr(CONFIG, name) for name in same)
