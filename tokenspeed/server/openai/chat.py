@@ -15,6 +15,7 @@ from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.body import read_json, to_struct
 from tokenspeed.server.context import ServerContext, generate
 from tokenspeed.server.openai.answer import answer, stream_rules
+from tokenspeed.server.openai.constraint import constraint_of
 from tokenspeed.server.openai.fields import (
     REFUSED,
     GenerationFields,
@@ -135,6 +136,7 @@ def router(context: ServerContext) -> APIRouter:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
         )
+        grammar = constraint_of(body)
         prompt = await render_messages(
             context,
             body.messages,
@@ -144,7 +146,7 @@ def router(context: ServerContext) -> APIRouter:
             template_kwargs=body.chat_template_kwargs,
         )
         request_id = context.claim_id("chatcmpl", request_id_of(body))
-        job = GenerationRequest(request_id, prompt, sampling, priority, body.cache_salt)
+        job = GenerationRequest(request_id, prompt, sampling, priority, body.cache_salt, grammar)
         reply = ChatReply(request_id, context.model_name, body, prompt)
         rules = stream_rules(context, body, bool(body.logprobs)) if body.stream else None
         return await answer(context, request, request_id, generate(context, [job]), reply, rules)

@@ -16,6 +16,7 @@ from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.body import read_json, to_struct
 from tokenspeed.server.context import ServerContext, generate
 from tokenspeed.server.openai.answer import answer, stream_rules
+from tokenspeed.server.openai.constraint import constraint_of
 from tokenspeed.server.openai.fields import (
     REFUSED,
     GenerationFields,
@@ -130,11 +131,12 @@ def router(context: ServerContext) -> APIRouter:
             logprobs=body.logprobs,
             prompt_logprobs=_wider(body.prompt_logprobs, echo_logprobs),
         )
+        grammar = constraint_of(body)
         prompts = await tokenize_prompts(context, body.prompt, body.add_special_tokens is not False)
         request_id = context.claim_id("cmpl", request_id_of(body))
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
         jobs = [
-            GenerationRequest(one_id, token_ids, sampling, priority, body.cache_salt)
+            GenerationRequest(one_id, token_ids, sampling, priority, body.cache_salt, grammar)
             for one_id, (_, token_ids) in zip(ids, prompts, strict=True)
         ]
         events = generate(context, jobs)

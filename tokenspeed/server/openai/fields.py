@@ -15,6 +15,7 @@ from msgspec import Meta
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.sampling import SamplingParams
+from tokenspeed.server.openai.constraint import ConstraintFields
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -41,16 +42,8 @@ _NOT_YET = "it is not built yet"
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "store": ((None, False), "answers are never stored"),
     "service_tier": ((None, "auto", "default"), "there is only the default tier"),
-    "regex": ((None,), f"constrained decoding: {_NOT_YET}"),
-    "ebnf": ((None,), f"constrained decoding: {_NOT_YET}"),
-    "json_schema": ((None,), f"constrained decoding: {_NOT_YET}"),
-    "structural_tag": ((None,), f"constrained decoding: {_NOT_YET}"),
-    "structured_outputs": ((None,), f"constrained decoding: {_NOT_YET}"),
-    "guided_json": ((None,), f"constrained decoding: {_NOT_YET}"),
-    "guided_regex": ((None,), f"constrained decoding: {_NOT_YET}"),
-    "guided_choice": ((None,), f"constrained decoding: {_NOT_YET}"),
-    "guided_grammar": ((None,), f"constrained decoding: {_NOT_YET}"),
-    "response_format": ((None, {"type": "text"}), f"only {{'type': 'text'}}; constrained decoding: {_NOT_YET}"),
+    "guided_decoding_backend": ((None,), "the server has one; see --grammar-backend"),
+    "guided_whitespace_pattern": ((None,), "the layout of JSON is the server's; see --disable-any-whitespace"),
     "use_beam_search": ((None, False), "beam search is not offered; use n with a temperature"),
     "length_penalty": ((None, 1, 1.0), "it belongs to beam search, which is not offered"),
     "early_stopping": ((None, False), "it belongs to beam search, which is not offered"),
@@ -84,7 +77,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class GenerationFields(ConstraintFields, kw_only=True, forbid_unknown_fields=True):
     """The fields both endpoints take. None = not said: the model's generation config, then the usual default, decides.
 
     Fields (those that OpenAI's reference does not tell):
