@@ -23,6 +23,7 @@ from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed.kernels.registry import Implementation, Need
+from tokenspeed.kernels.triton import small_linear
 from tokenspeed.kernels.triton.small_linear import (
     MAX_ROWS,
     SCALE_BLOCK,
@@ -282,11 +283,10 @@ def fused_fp8_linear(
 
 
 def choose_tile(num_rows: int, num_out: int, width: int, needs_whole_k: bool) -> GemvTile | SkinnyTile:
-    """By the reasons of `small_linear.choose_tile`; a row has half of its bytes, so a tile has more rows or columns."""
+    """`small_linear`'s, but for one row: a row has half of the bytes, so a tile has more rows or columns."""
     if num_rows == 1:
         return GemvTile(4, 2048, 4) if num_out <= 4096 else GemvTile(8, 1024, 4)
-    split_k = 1 if needs_whole_k or num_out > 4096 else 2
-    return SkinnyTile(block_k=64 if width % 128 else 128, split_k=split_k)
+    return small_linear.choose_tile(num_rows, num_out, width, needs_whole_k)
 
 
 class TritonFp8Linear:
