@@ -1,8 +1,8 @@
 """The shapes that a model gives every operation: inputs, bytes and operations. An op without an entry is not timed.
 
-Each case makes several calls over different memory, together larger than the caches, so that weights and pages come
-from memory as they do between the layers of a model. Decode rows R have one token each; a prefill row count is one
-prompt.
+Each case makes several calls over different memory, 256 MiB together but at most 64 calls: more than a GPU's cache or a
+core's own caches hold, so that weights and pages come from memory as they do between the layers of a model. Small
+activations stay in the caches, as they do there. Decode rows R have one token each; a prefill row count is one prompt.
 """
 
 from __future__ import annotations

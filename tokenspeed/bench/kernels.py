@@ -34,7 +34,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch
 OPS = tuple(op for op in REQUIRED + OPTIONAL if op != "recorder")
 FP8_OP = "fp8_linear"
 MIN_CALLS = 16
-"""Calls in a round at least, so that the clock's and the launch's own cost vanish."""
+"""Calls in a graph at least, so that the launch of the graph vanishes in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +180,8 @@ class Timer:
 
     def time_s(self, calls: list[Call]) -> tuple[float, Literal["graph", "eager", "cpu"]]:
         """Seconds a call, and how that was measured."""
-        calls = calls * -(-MIN_CALLS // len(calls))
+        if self._device.type == "cuda":
+            calls = calls * -(-MIN_CALLS // len(calls))
 
         def once() -> None:
             for call in calls:
