@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ class CudaStepGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     @contextmanager
-    def capturing(self, pool: tuple[int, int]) -> Iterator[None]:
+    def capturing(self, pool: Any) -> Iterator[None]:
         with torch.cuda.graph(self._graph, pool=pool):
             yield
 

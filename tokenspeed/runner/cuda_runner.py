@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -21,9 +21,12 @@ from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.kernels.ops import Ops
 from tokenspeed.kernels.triton.sampling import sample_rows
 from tokenspeed.models.interface import Model
+from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.step import Row, RowResult, StepPlan, StepResult
+from tokenspeed.runner.constraints import Constraints
 from tokenspeed.runner.decode_graphs import DecodeGraphs
 from tokenspeed.runner.device_state import DeviceState, to_device
+from tokenspeed.runner.grammar_rows import GrammarRows
 from tokenspeed.runner.model_runner import Limits
 from tokenspeed.runner.prompt_logprobs import PendingPrompt, PromptLogprobs
 from tokenspeed.runner.slot_sampling import SlotParameters
@@ -34,11 +37,18 @@ NUM_STAGING = 4  # steps whose pinned buffers may be in use: two in flight, one 
 
 @dataclass(slots=True)
 class _Sampled:
-    """Tokens of some rows on their way to the host: pinned [n] int32, and what the eager sampler did instead."""
+    """Tokens of some rows on their way to the host.
+
+    Fields:
+        token_ids: pinned [n] int32, by the sampling kernels.
+        eager: of the rows that the eager sampler did instead: row -> row of `eager_batch`.
+        errors: why a slot's sequence cannot go on, as its grammar sees it.
+    """
 
     token_ids: torch.Tensor
-    eager: dict[int, int] = field(default_factory=dict)  # row -> row of `eager_batch`
+    eager: dict[int, int] = field(default_factory=dict)
     eager_batch: SampledBatch | None = None
+    errors: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -49,6 +59,26 @@ class _Launched:
     done: torch.cuda.Event
     parts: list[tuple[list[Row], _Sampled]]
     prompts: dict[int, PendingPrompt]
+
+
+def _nothing() -> None:
+    """For runners that nobody watches."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """What `capture` does.
+
+    Fields:
+        sizes: decode batch sizes to record; empty = every step runs eagerly. pad: see `DecodeGraphs.capture`.
+        warm_up: steps to run afterwards, for the kernels that no graph holds.
+        ready: called at the end: from here on nothing should have to be compiled.
+    """
+
+    sizes: tuple[int, ...] = ()
+    pad: bool = True
+    warm_up: tuple[StepPlan, ...] = ()
+    ready: Callable[[], None] = _nothing
 
 
 class CudaModelRunner:
@@ -62,14 +92,16 @@ class CudaModelRunner:
         groups: list[GroupSpec],
         limits: Limits,
         vocab_size: int,
-        graph_sizes: Sequence[int],
+        graphs: GraphPlan,
         report: list[str],
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
         self._groups = groups
         self._report = report
-        self._graph_sizes = graph_sizes
+        self._graph_plan = graphs
+        self._grammars = grammars
         self._device = ops.device
         scratch_page = groups[0].num_pages
         num_slots = limits.max_num_seqs + 1  # the last is scratch: padding rows of graphs
@@ -77,8 +109,9 @@ class CudaModelRunner:
         self._parameters = SlotParameters(num_slots, ops.device)
         self._sampler = Sampler(num_slots, vocab_size, ops.device)
         self._prompts = PromptLogprobs(model, self._state.token_ids)
+        self._grammar_rows = GrammarRows(Constraints(grammars, vocab_size), ops.device)
         self._graphs: DecodeGraphs | None = None
-        if ops.recorder is not None and graph_sizes:
+        if ops.recorder is not None and graphs.sizes:
             self._graphs = DecodeGraphs(
                 model, backend, ops.recorder, self._state, self._parameters.sampling, limits.max_num_seqs
             )
@@ -99,8 +132,7 @@ class CudaModelRunner:
 
     @property
     def grammars(self) -> GrammarCompiler | None:
-        """None: this runner applies no masks yet, so constrained requests are refused."""
-        return None
+        return self._grammars
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
@@ -108,14 +140,19 @@ class CudaModelRunner:
         return future
 
     def capture(self) -> None:
-        def record() -> None:
-            if self._graphs is None:
-                self._report.append("decode graphs: none, every step runs eagerly")
-                return
-            self._graphs.capture(self._graph_sizes)
-            self._report.append(f"decode graphs: {len(self._graph_sizes)} sizes up to {max(self._graph_sizes)} rows")
+        with startup_phase("graph.capture"):
+            self.on_device(self._record)
+        for plan in self._graph_plan.warm_up:
+            self.execute(plan).result()
+        self._graph_plan.ready()
 
-        self.on_device(record)
+    def _record(self) -> None:
+        plan = self._graph_plan
+        if self._graphs is None:
+            self._report.append("decode graphs: none, every step runs eagerly")
+            return
+        self._graphs.capture(plan.sizes, plan.pad)
+        self._report.append(f"decode graphs: {len(plan.sizes)} sizes up to {max(plan.sizes)} rows")
 
     def on_device(self, work: Callable[[], None]) -> None:
         """Run on the launching thread and stream, and wait for the device (start-up and benchmarks)."""
@@ -131,6 +168,8 @@ class CudaModelRunner:
         self._launcher.shutdown(wait=True)
         self._in_flight.put(None)
         self._finisher.join()
+        if self._grammars is not None:
+            self._grammars.close()
 
     # ---- launching ------------------------------------------------------------------------------------------------
 
@@ -149,6 +188,7 @@ class CudaModelRunner:
             self._sampler.admit(admission)
             self._parameters.admit(admission)
             self._prompts.admit(admission)
+            self._grammar_rows.admit(admission)
         self._state.grow(plan.rows)
         num_decodes = sum(row.is_decode for row in plan.rows)
         decodes, others = plan.rows[:num_decodes], plan.rows[num_decodes:]
@@ -213,16 +253,20 @@ class CudaModelRunner:
         """Start the copy of sampled tokens; redo the rows that the graph could not sample by itself."""
         host = torch.empty(len(rows), dtype=torch.int32, pin_memory=True)
         host.copy_(token_ids, non_blocking=True)
-        eager = self._parameters.eager_rows(slots)
+        eager = sorted({*self._parameters.eager_rows(slots), *self._grammar_rows.rows(slots)})
         if not eager:
             return _Sampled(host)
         mine = [rows[row] for row in eager]
+        my_slots = [row.slot for row in mine]
         positions = [row.start + row.num_tokens for row in mine]
         index = to_device(eager, torch.int64, self._device)
-        batch = self._sampler.sample(logits[index], [row.slot for row in mine], positions)
-        where = to_device([[row.slot for row in mine], positions], torch.int64, self._device)
+        errors = self._grammar_rows.catch_up(my_slots)
+        masks = self._grammar_rows.masks(my_slots)
+        batch = self._sampler.sample(logits[index].float(), my_slots, positions, masks)
+        where = to_device([my_slots, positions], torch.int64, self._device)
         self._state.append_sampled(where[0], where[1], batch.token_ids)
-        return _Sampled(host, {row: order for order, row in enumerate(eager)}, batch)
+        self._grammar_rows.sampled(my_slots, batch.token_ids)
+        return _Sampled(host, {row: order for order, row in enumerate(eager)}, batch, errors)
 
     # ---- finishing ------------------------------------------------------------------------------------------------
 
@@ -251,12 +295,13 @@ class CudaModelRunner:
                 order = sampled.eager.get(index)
                 if order is not None:
                     outcome = eager[order]
+                    error = outcome.error or sampled.errors.get(row.slot)
                     found[row.slot] = RowResult(
                         slot=row.slot,
-                        token_ids=[] if outcome.error else [outcome.token_id],
-                        logprobs=[outcome.logprobs] if outcome.logprobs else [],
+                        token_ids=[] if error else [outcome.token_id],
+                        logprobs=[outcome.logprobs] if outcome.logprobs and not error else [],
                         prompt_logprobs=prompts.get(row.slot, []),
-                        error=outcome.error,
+                        error=error,
                     )
                 elif token_id < 0:
                     found[row.slot] = RowResult(row.slot, [], error=NAN_LOGITS)

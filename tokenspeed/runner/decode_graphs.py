@@ -21,9 +21,14 @@ from tokenspeed.runner.device_state import DeviceState
 
 @dataclass(slots=True)
 class DecodeGraph:
-    """One recorded size. `rows` [2, R] int32 is its input; `logits` [R, V] and `token_ids` [R] int32 its output, valid
-    until the next replay of any size. `inputs` and `batch` are the buffers between its kernels: the graph writes to
-    their addresses at every replay, so they must live as long as it does."""
+    """One recorded size.
+
+    Fields:
+        rows: its input, [2, R] int32.
+        inputs, batch: buffers between its kernels. The graph writes to their addresses at every replay, so they must
+            live as long as it does.
+        logits: [R, V], in the head's dtype. token_ids: [R] int32. Its output, valid until the next replay of any size.
+    """
 
     graph: StepGraph
     rows: torch.Tensor
@@ -56,20 +61,25 @@ class DecodeGraphs:
         self._sampling = sampling
         self.scratch_slot = scratch_slot
         self._graphs: dict[int, DecodeGraph] = {}
-        self._size_for: list[int] = [0]
+        self._size_for: dict[int, int] = {}
 
-    def capture(self, sizes: Sequence[int]) -> None:
-        """Record every size, the largest first, so that the shared memory pool is laid out once."""
+    def capture(self, sizes: Sequence[int], pad: bool) -> None:
+        """Record every size, the largest first, so that the shared memory pool is laid out once.
+
+        Args:
+            pad: a batch between two sizes is served by the larger one.
+        """
         for size in sorted(sizes, reverse=True):
             self._graphs[size] = self._record(size)
         ladder = sorted(self._graphs)
-        self._size_for = [0]
-        for size in ladder:
-            self._size_for += [size] * (size + 1 - len(self._size_for))
+        for num_rows in range(1, max(ladder) + 1):
+            size = next(size for size in ladder if size >= num_rows)
+            if pad or size == num_rows:
+                self._size_for[num_rows] = size
 
     def size_for(self, num_rows: int) -> int | None:
-        """The recorded size that serves `num_rows`, padding included; None when there is none."""
-        return self._size_for[num_rows] if 0 < num_rows < len(self._size_for) else None
+        """The recorded size that serves `num_rows`; None when there is none."""
+        return self._size_for.get(num_rows)
 
     def graph(self, size: int) -> DecodeGraph:
         """The graph of a recorded size."""
@@ -92,7 +102,7 @@ class DecodeGraphs:
         decode_inputs(rows, state.token_ids, state.page_table, state.page_size, inputs)
         self._backend.plan(batch)
         hidden = self._model.forward(inputs.token_ids, inputs.positions, batch)
-        logits = self._model.logits(hidden)
+        logits = self._model.head(hidden)
         return logits, sample_rows(logits, rows[0], inputs.next_positions, self._sampling, state.token_ids)
 
     def _buffers(self, size: int) -> tuple[DecodeInputs, AttentionBatch]:

@@ -4,8 +4,8 @@ Formula   Gumbel-max (Gumbel 1954): argmax_v (l[v] / T + g[v]), g = -log(-log(u)
           counter-based uniform (Philox) of (seed, position, v), so a row depends on nobody else. Greedy: g = 0, T = 1.
           top_k, top_p and min_p keep the logits at or above one threshold, found by bisection over the float's bits:
           the k-th largest value; the largest t whose tokens at or above it weigh at least top_p of the kept mass.
-Bytes     4 V a row for the draw; 4 V a bisection step (from L2), only in rows that filter.
-Bound     V = 152k: 0.6 MB a row, 0.14 us at 4.26 TB/s; a filtering row takes some 64 passes over L2.
+Bytes     2 V (bfloat16) a row for the draw; as many a bisection step (from L2), only in rows that filter.
+Bound     V = 152k: 0.3 MB a row, 0.07 us at 4.26 TB/s; a filtering row takes some 64 passes over L2.
 
 Ties at the threshold are all kept. A row whose logits hold NaN, or no finite maximum, gets token -1.
 """
@@ -75,7 +75,7 @@ def _threshold_kernel(
         highest = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
         lowest = tl.full((BLOCK,), float("inf"), dtype=tl.float32)
         for start in range(0, V, BLOCK):
-            x = tl.load(base + start + cols, mask=start + cols < V, other=float("-inf"))
+            x = tl.load(base + start + cols, mask=start + cols < V, other=float("-inf")).to(tl.float32)
             highest = tl.maximum(highest, x)
             lowest = tl.minimum(lowest, tl.where(x > float("-inf"), x, float("inf")))
         best = tl.max(highest, axis=0)
@@ -89,7 +89,7 @@ def _threshold_kernel(
                 cut = _unordered(middle)
                 count = tl.zeros((BLOCK,), dtype=tl.int32)
                 for start in range(0, V, BLOCK):
-                    x = tl.load(base + start + cols, mask=start + cols < V, other=float("-inf"))
+                    x = tl.load(base + start + cols, mask=start + cols < V, other=float("-inf")).to(tl.float32)
                     count += (x >= cut).to(tl.int32)
                 if tl.sum(count, axis=0) >= top_k:
                     low = middle
@@ -101,7 +101,7 @@ def _threshold_kernel(
         if top_p < 1.0:
             mass = tl.zeros((BLOCK,), dtype=tl.float32)
             for start in range(0, V, BLOCK):
-                x = tl.load(base + start + cols, mask=start + cols < V, other=float("-inf"))
+                x = tl.load(base + start + cols, mask=start + cols < V, other=float("-inf")).to(tl.float32)
                 mass += tl.where(x >= threshold, tl.exp((x - best) / temperature), 0.0)
             wanted = top_p * tl.sum(mass, axis=0)
             low = _ordered(threshold)
@@ -112,7 +112,7 @@ def _threshold_kernel(
                 cut = _unordered(middle)
                 mass = tl.zeros((BLOCK,), dtype=tl.float32)
                 for start in range(0, V, BLOCK):
-                    x = tl.load(base + start + cols, mask=start + cols < V, other=float("-inf"))
+                    x = tl.load(base + start + cols, mask=start + cols < V, other=float("-inf")).to(tl.float32)
                     mass += tl.where(x >= cut, tl.exp((x - best) / temperature), 0.0)
                 if tl.sum(mass, axis=0) >= wanted:
                     low = middle
@@ -145,7 +145,7 @@ def _draw_kernel(
     slot = tl.load(slots_ptr + row)
     temperature = tl.load(temperature_ptr + slot)
     cols = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits_ptr + row.to(tl.int64) * V + cols, mask=cols < V, other=float("-inf"))
+    x = tl.load(logits_ptr + row.to(tl.int64) * V + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
     is_nan = tl.max((x != x).to(tl.int32), axis=0)
     if temperature > 0.0:
         position = tl.load(positions_ptr + row).to(tl.int64)
@@ -207,7 +207,7 @@ def sample_rows(
     """Draw one token a row and append it to its slot.
 
     Args:
-        logits: [R, V] float32, contiguous.
+        logits: [R, V] float32 or bfloat16, contiguous.
         slots: [R] int32. positions: [R] int64, where the sampled token goes in its slot.
         token_ids: [S, L] int64; written at [slot, position].
     Returns:
@@ -215,8 +215,8 @@ def sample_rows(
     """
     num_rows, vocab = logits.shape
     num_chunks = triton.cdiv(vocab, CHUNK)
-    threshold = logits.new_empty(num_rows)
-    values = logits.new_empty(num_rows, num_chunks)
+    threshold = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    values = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     indices = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     _threshold_kernel[(num_rows,)](

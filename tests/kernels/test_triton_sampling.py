@@ -1,0 +1,137 @@
+"""Sampling inside decode graphs: exact filters, fair draws, rows that depend on nobody else; and the graphs' inputs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from kernel_device import DEVICE, ON_GPU
+
+from tokenspeed.kernels.triton.sampling import SlotSampling, sample_rows
+from tokenspeed.kernels.triton.step_inputs import DecodeInputs, decode_inputs
+
+VOCAB = 5000
+
+
+def sampling(**fields: list[float]) -> SlotSampling:
+    """Parameters by slot; what is not given is off (temperature 1)."""
+    size = len(next(iter(fields.values())))
+
+    def column(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(fields.get(name, [default] * size), dtype=dtype, device=DEVICE)
+
+    return SlotSampling(
+        temperature=column("temperature", 1.0, torch.float32),
+        top_p=column("top_p", 1.0, torch.float32),
+        min_p=column("min_p", 0.0, torch.float32),
+        top_k=column("top_k", 0, torch.int32),
+        seed=column("seed", 0, torch.int64),
+    )
+
+
+def draw(logits: torch.Tensor, params: SlotSampling, position: int, slots: list[int] | None = None) -> list[int]:
+    rows = logits.shape[0]
+    chosen = torch.tensor(slots or list(range(rows)), dtype=torch.int32, device=DEVICE)
+    positions = torch.full((rows,), position, dtype=torch.int64, device=DEVICE)
+    token_ids = torch.full((params.seed.shape[0], 600), -7, dtype=torch.int64, device=DEVICE)
+    out = sample_rows(logits, chosen, positions, params, token_ids, pdl=ON_GPU).tolist()
+    assert token_ids[chosen.long(), position].tolist() == [max(token, 0) for token in out]
+    return out
+
+
+def test_greedy_is_the_first_best() -> None:
+    logits = torch.randn(3, VOCAB, device=DEVICE)
+    logits[1, 40] = logits[1, 4500] = 9.0
+    out = draw(logits, sampling(temperature=[0.0, 0.0, 0.0]), 3)
+    assert out[0] == int(logits[0].argmax())
+    assert out[1] == 40
+
+
+def kept(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """Tokens that may be drawn, by sorting."""
+    order = logits.double().sort(descending=True)
+    count = VOCAB if top_k == 0 else top_k
+    scaled = (order.values / temperature)[:count]
+    probabilities = scaled.softmax(0)
+    allowed = int((probabilities.cumsum(0) < top_p).sum()) + 1
+    allowed = min(allowed, int((probabilities >= min_p * probabilities[0]).sum()))
+    return set(order.indices[:allowed].tolist())
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(7, 1.0, 0.0), (1, 1.0, 0.0), (0, 0.5, 0.0), (0, 1e-6, 0.0), (0, 1.0, 0.2), (20, 0.8, 0.0)],
+)
+def test_filters_keep_exactly_what_sorting_keeps(top_k: int, top_p: float, min_p: float) -> None:
+    """With a temperature of 0.7 over well separated logits, and draws enough to see every kept token."""
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randperm(VOCAB, generator=generator) * -0.11 + 10).to(torch.float32)[None].to(DEVICE)
+    params = sampling(temperature=[0.7], top_k=[top_k], top_p=[top_p], min_p=[min_p], seed=[11])
+    expected = kept(logits[0], 0.7, top_k, top_p, min_p)
+    drawn = Counter(draw(logits, params, position)[0] for position in range(400 if ON_GPU else 12))
+    assert set(drawn) <= expected
+    likely = {token for token in expected if float((logits[0] / 0.7).softmax(0)[token]) > (0.06 if ON_GPU else 0.6)}
+    assert likely <= set(drawn)
+
+
+def test_draws_follow_the_distribution() -> None:
+    """Chi-square over 8 tokens with a bound that a right sampler exceeds once in a million; the seed is fixed."""
+    logits = torch.full((1, VOCAB), -torch.inf, device=DEVICE)
+    weights = torch.tensor([8.0, 4, 4, 2, 2, 1, 1, 1])
+    logits[0, 100:108] = weights.log()
+    count = 800 if ON_GPU else 160
+    rows = 8
+    drawn: Counter[int] = Counter()
+    params = sampling(seed=list(range(rows)))
+    for position in range(count // rows):
+        drawn.update(draw(logits.expand(rows, -1).contiguous(), params, position))
+    total = sum(drawn.values())
+    expected = weights / weights.sum() * total
+    chi_square = sum((drawn[100 + i] - float(expected[i])) ** 2 / float(expected[i]) for i in range(8))
+    assert sum(drawn[100 + i] for i in range(8)) == total
+    assert chi_square < 40
+
+
+def test_a_row_depends_on_nobody_else() -> None:
+    logits = torch.randn(6, VOCAB, device=DEVICE) * 2
+    params = sampling(temperature=[1.0, 0.0, 0.8, 1.0, 1.2, 1.0], top_p=[1, 1, 0.9, 1, 0.5, 1], seed=[1, 2, 3, 4, 5, 6])
+    together = draw(logits, params, 17)
+    for row in range(6):
+        assert draw(logits[row : row + 1], params, 17, [row]) == [together[row]]
+    reordered = draw(logits.flip(0).contiguous(), params, 17, [5, 4, 3, 2, 1, 0])
+    assert reordered == together[::-1]
+
+
+def test_unusable_logits_fail_alone() -> None:
+    logits = torch.randn(4, VOCAB, device=DEVICE)
+    expected = logits[3].argmax()
+    logits[0, 17] = torch.nan
+    logits[1] = -torch.inf
+    logits[2, 5] = torch.inf
+    assert draw(logits, sampling(temperature=[1.0, 1.0, 0.0, 0.0]), 0) == [-1, -1, -1, int(expected)]
+
+
+def test_decode_inputs() -> None:
+    token_ids = torch.randint(0, 100, (5, 40), device=DEVICE)
+    page_table = torch.randperm(50, dtype=torch.int32)[:50].view(5, 10).to(DEVICE)
+    rows = torch.tensor([[3, 0, 4], [0, 15, 38]], dtype=torch.int32, device=DEVICE)
+    longs = [torch.full((3,), -1, dtype=torch.int64, device=DEVICE) for _ in range(4)]
+    out = DecodeInputs(
+        token_ids=longs[0],
+        positions=longs[1],
+        next_positions=longs[2],
+        seq_lens=torch.zeros(3, dtype=torch.int32, device=DEVICE),
+        flat_slots=longs[3],
+        page_table=torch.full((3, 10), -1, dtype=torch.int32, device=DEVICE),
+    )
+    decode_inputs(rows, token_ids, page_table, 4, out)
+    slots, starts = rows.long()
+    assert torch.equal(out.token_ids, token_ids[slots, starts])
+    assert out.positions.tolist() == [0, 15, 38]
+    assert out.next_positions.tolist() == [1, 16, 39]
+    assert out.seq_lens.tolist() == [1, 16, 39]
+    assert torch.equal(out.flat_slots, page_table[slots, starts // 4].long() * 4 + starts % 4)
+    for row, (slot, start) in enumerate(zip(slots.tolist(), starts.tolist(), strict=True)):
+        pages = start // 4 + 1
+        assert torch.equal(out.page_table[row, :pages], page_table[slot, :pages])

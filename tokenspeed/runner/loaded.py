@@ -1,0 +1,87 @@
+"""A loaded model and what was chosen for it: kernels, attention backend, quantization scheme."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from tokenspeed.attention.interface import AttentionBackend, AttentionNeed
+from tokenspeed.attention.select import select_backend
+from tokenspeed.cache.spec import GroupSpec
+from tokenspeed.config.engine import EngineConfig
+from tokenspeed.distributed.mesh import SINGLE
+from tokenspeed.kernels.ops import Ops
+from tokenspeed.kernels.registry import Need, select_ops
+from tokenspeed.loader.fp8_weights import read_kv_scales
+from tokenspeed.loader.load import load_model
+from tokenspeed.models.interface import Model
+from tokenspeed.models.registry import build_model
+from tokenspeed.observability.startup import startup_phase
+from tokenspeed.quantization.select import scheme_for
+from tokenspeed.runner.kv_pool import allocate
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with its weights, without a KV pool. `report` says what was chosen and why."""
+
+    model: Model
+    ops: Ops
+    backend: AttentionBackend
+    report: list[str]
+
+
+def load(config: EngineConfig) -> LoadedModel:
+    """Choose kernels for the device, build the model and load its weights.
+
+    Raises:
+        ConfigError: a choice that cannot run here.
+        CheckpointError: weights that do not fit the model.
+    """
+    # The model is built for the context that is served: positions beyond it never come, so its tables end there.
+    model_config = msgspec.structs.replace(config.model, max_position=config.max_model_len)
+    kv_dtype = None if config.kv_cache_dtype == config.dtype else DTYPES[config.kv_cache_dtype]
+    ops, report = select_ops(Need(torch.device(config.device), DTYPES[config.dtype], kv_dtype))
+    backend, backend_report = select_backend(_attention_need(config), config.attention_backend, ops)
+    scheme = scheme_for(model_config, ops, config.quantize_on_load)
+    report += [*backend_report, f"weights: {scheme.name} ({scheme.reason})"]
+    with torch.inference_mode():
+        with startup_phase("weights.allocate"):
+            model = build_model(model_config, SINGLE, scheme, ops, backend)
+        load_model(model, config.checkpoint, model_config, seed=config.seed)
+    return LoadedModel(model, ops, backend, report)
+
+
+def bind_pool(config: EngineConfig, loaded: LoadedModel, groups: list[GroupSpec]) -> None:
+    """Allocate the pages of `groups` and give them to the model, in place of any it had."""
+    scaled = config.kv_cache_dtype == "fp8_e4m3"
+    pages = allocate(
+        groups,
+        config.model.num_layers,
+        config.model.num_kv_heads,
+        config.model.head_dim,
+        DTYPES[config.kv_cache_dtype],
+        loaded.ops.device,
+        read_kv_scales(config.checkpoint, config.model.num_layers) if scaled else None,
+    )
+    loaded.model.bind_kv(list(pages))
+
+
+def _attention_need(config: EngineConfig) -> AttentionNeed:
+    return AttentionNeed(
+        device=config.device,
+        dtype=DTYPES[config.dtype],
+        num_heads=config.model.num_heads,
+        num_kv_heads=config.model.num_kv_heads,
+        head_dim=config.model.head_dim,
+        page_size=config.page_size,
+    )
