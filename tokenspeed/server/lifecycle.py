@@ -22,6 +22,7 @@ from fastapi import FastAPI
 from tokenspeed.config.server import ServerConfig
 from tokenspeed.engine.interface import EngineClient
 from tokenspeed.protocol.errors import ConfigError
+from tokenspeed.server.http_protocol import HttpProtocol
 
 logger = logging.getLogger("tokenspeed.server")
 
@@ -119,6 +120,7 @@ async def serve(client: EngineClient, app: FastAPI, config: ServerConfig, sock: 
     server = _Server(
         uvicorn.Config(
             app,
+            http=HttpProtocol,
             log_config=None,
             log_level="warning",
             access_log=False,
