@@ -20,6 +20,11 @@ class ByteTokenizer:
     """UTF-8 bytes are ids 0 to 255; three special tokens follow."""
 
     vocab_size = VOCAB_SIZE
+    special_ids = frozenset(SPECIAL)
+    strips_leading_space = False
+
+    def token_to_id(self, spelling: str) -> int | None:
+        return next((token_id for token_id, known in SPECIAL.items() if known == spelling), None)
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         pieces: list[int] = [BOS] if add_special_tokens else []
@@ -70,6 +75,8 @@ class FakeClient:
         self.model_config = model_config(**model)
         self.max_model_len = 256
         self.tokenizer = ByteTokenizer()
+        self.template_text = ""
+        self.template_variables: frozenset[str] = frozenset()
         self.reply = reply
         self.chunk = 1
         self.delay_s = 0.0
@@ -94,6 +101,7 @@ class FakeClient:
         messages: list[dict[str, Any]],
         *,
         tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
@@ -103,6 +111,7 @@ class FakeClient:
             {
                 "messages": messages,
                 "tools": tools,
+                "documents": documents,
                 "add_generation_prompt": add_generation_prompt,
                 "continue_final_message": continue_final_message,
                 "chat_template": chat_template,

@@ -84,6 +84,8 @@ class AsyncEngineClient:
         self.model_config = model_config
         self.max_model_len = ready.max_model_len
         self.tokenizer: TokenizerFace = tokenizer
+        self.template_text = template.text
+        self.template_variables = template.variables()
         self.ready = ready
         self._tokenizer = tokenizer
         self._template = template
@@ -110,6 +112,7 @@ class AsyncEngineClient:
         messages: list[dict[str, Any]],
         *,
         tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
@@ -123,6 +126,7 @@ class AsyncEngineClient:
             self._template,
             messages,
             tools=tools,
+            documents=documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template=chat_template,

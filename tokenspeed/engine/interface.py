@@ -81,6 +81,12 @@ class TokenizerFace(Protocol):
     """What server and client use of `text.tokenizer.Tokenizer`."""
 
     vocab_size: int
+    special_ids: frozenset[int]
+
+    @property
+    def strips_leading_space(self) -> bool:
+        """Decoding drops a text's first space."""
+        ...
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """`parse_special` False: special-token spellings in `text` are ordinary text. True: they are the tokens."""
@@ -88,23 +94,35 @@ class TokenizerFace(Protocol):
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
+    def token_to_id(self, spelling: str) -> int | None:
+        """The id of a token with exactly this spelling."""
+        ...
+
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes a token stands for (its spelling in UTF-8 for special tokens)."""
         ...
 
 
 class EngineClient(Protocol):
-    """One connection to an engine, in this process or another."""
+    """One connection to an engine, in this process or another.
+
+    Fields:
+        template_text: Jinja text of the model's chat templates, "" without one. Tells which parsers fit.
+        template_variables: the names that they read.
+    """
 
     model_config: ModelConfig
     max_model_len: int
     tokenizer: TokenizerFace
+    template_text: str
+    template_variables: frozenset[str]
 
     def render_chat(
         self,
         messages: list[dict[str, Any]],
         *,
         tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Template, TemplateSyntaxError
+from jinja2 import Template, TemplateSyntaxError, meta
 
 from tokenspeed.protocol.errors import ConfigError, InvalidRequest
 from tokenspeed.text.codec import Tokenizer
@@ -110,6 +110,21 @@ class ChatTemplate:
         if continue_final_message:
             marked = _cut_final(marked, shield.mark)
         return RenderedChat(marked, shield.breaker)
+
+    @property
+    def text(self) -> str:
+        """The Jinja text of all templates, the default first; "" when there is none."""
+        return "\n".join(sorted(self._sources.values(), key=lambda source: source is not self._sources.get("default")))
+
+    def variables(self) -> frozenset[str]:
+        """Names that the templates read and do not set themselves (`tools`, `enable_thinking`)."""
+        found: set[str] = set()
+        for source in self._sources.values():
+            try:
+                found |= meta.find_undeclared_variables(self._environment.parse(source))
+            except TemplateSyntaxError:  # rendering it will say so
+                continue
+        return frozenset(found)
 
     def check(self) -> None:
         """Compile every template.

@@ -44,6 +44,10 @@ class NoTokenizer:
         """
         raise InvalidRequest(f"token ids were to be turned into text, but {NO_TOKENIZER}")
 
+    def token_to_id(self, spelling: str) -> None:
+        """Nothing has a spelling."""
+        return None
+
     def token_bytes(self, token_id: int) -> bytes:
         """Nothing."""
         return b""

@@ -178,6 +178,7 @@ class ReasoningFormat:
         rank: among those that match, `auto` takes the lowest: the more specific format.
         starts: does the generation begin inside reasoning: "yes", "no", or "prompt": the rendered prompt's end tells
             ("yes" and "no" too give way to a prompt that ends with an open or a closed think tag).
+        start_marker: what the model writes when it begins to reason by itself; None: only the prompt decides.
         end_marker: the text that ends the reasoning; a grammar begins behind it. None: there is no such text.
         needs_special_tokens: the text must be decoded with special tokens kept.
         whole: see `WholeFormat`; None for formats that are apart from their tool calls.
@@ -188,6 +189,7 @@ class ReasoningFormat:
     why_not: WhyNot = never
     rank: int = 50
     starts: Starts = "no"
+    start_marker: str | None = None
     end_marker: str | None = None
     needs_special_tokens: bool = False
     whole: WholeFormat | None = None
@@ -195,7 +197,11 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A file of `tools/` in one value; the fields are those of `ReasoningFormat`."""
+    """A file of `tools/` in one value; the fields are those of `ReasoningFormat`, and
+
+    Fields:
+        ids: the family's form of call ids, for calls that were forced into another format (`tool_choice` required).
+    """
 
     names: tuple[str, ...]
     make: Callable[[ParseContext], Parser]
@@ -203,6 +209,7 @@ class ToolFormat:
     rank: int = 50
     needs_special_tokens: bool = False
     whole: WholeFormat | None = None
+    ids: CallId = call_id
 
 
 @dataclass(frozen=True, slots=True)

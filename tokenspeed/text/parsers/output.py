@@ -7,7 +7,7 @@ end of content and drops it when a call follows. What follows a call's markup, t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -51,7 +51,7 @@ class Output:
     def taken(self) -> list[Delta]:
         """The deltas since the last time, neighbours of one kind joined."""
         deltas, self._deltas = self._deltas, []
-        return [_joined(list(group)) for _, group in groupby(deltas, key=_kind)]
+        return join_neighbours(deltas)
 
     def reasoning(self, text: str) -> None:
         """More reasoning."""
@@ -123,6 +123,11 @@ class Output:
         self._space.clear()
         if space:
             self._deltas.append(ContentDelta(space))
+
+
+def join_neighbours(deltas: Iterable[Delta]) -> list[Delta]:
+    """The same, neighbours of one kind joined."""
+    return [_joined(list(group)) for _, group in groupby(deltas, key=_kind)]
 
 
 def _kind(delta: Delta) -> tuple[str, int]:

@@ -156,6 +156,7 @@ def think_format(
         why_not=why_not,
         rank=rank,
         starts=starts,
+        start_marker=tags.open,
         end_marker=tags.close,
         needs_special_tokens=needs_special_tokens,
     )

@@ -32,7 +32,8 @@ _CHANNELS = ("think", "response", "tools")
 THINK_END = f"{_CLOSE}think{_SEP}"
 
 
-def _id(context: ParseContext, name: str, index: int) -> str:
+def xtml_id(context: ParseContext, name: str, index: int) -> str:
+    """`NAME:N`."""
     # Counted over the conversation: counted by message, the same call in two turns would have one id.
     return f"{name}:{context.history_calls + index}"
 
@@ -42,7 +43,7 @@ class XtmlParser:
 
     def __init__(self, context: ParseContext, separate_reasoning: bool, parse_calls: bool) -> None:
         self.cursor = Cursor()
-        self._output = Output(context, _id)
+        self._output = Output(context, xtml_id)
         self._separate = separate_reasoning
         self._parse_calls = parse_calls
         self._channel = _prompt_channel(context)

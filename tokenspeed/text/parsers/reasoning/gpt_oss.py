@@ -22,6 +22,7 @@ FORMAT = ReasoningFormat(
     why_not=why_not,
     rank=10,
     starts="prompt",
+    start_marker="<|channel|>analysis<|message|>",
     end_marker="<|channel|>final<|message|>",
     needs_special_tokens=True,
     whole=HarmonyParser,

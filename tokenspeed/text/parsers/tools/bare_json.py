@@ -7,7 +7,7 @@ is an object without arguments: there is no markup that says it was meant as a c
 from __future__ import annotations
 
 from tokenspeed.text.parsers.cursor import Cursor, Steps
-from tokenspeed.text.parsers.interface import Example, ToolFormat, ToolSpec
+from tokenspeed.text.parsers.interface import CallId, Example, ToolFormat, ToolSpec
 from tokenspeed.text.parsers.json_call import call_list, call_sequence
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
@@ -24,6 +24,11 @@ def grammar(cursor: Cursor, output: Output) -> Steps[None]:
         yield from call_sequence(cursor, output, needs_arguments=True)
     else:
         output.content(cursor.recorded())
+
+
+def forced_calls(ids: CallId) -> ToolFormat:
+    """This format with a family's form of ids: for calls that a grammar forced."""
+    return ToolFormat(names=("json",), make=grammar_format(grammar, ids=ids), ids=ids)
 
 
 FORMAT = ToolFormat(names=("json",), make=grammar_format(grammar))

@@ -49,6 +49,7 @@ FORMAT = ToolFormat(
     why_not=why_not,
     rank=10,
     needs_special_tokens=True,
+    ids=_id,
 )
 
 EXAMPLES = (

@@ -62,6 +62,7 @@ FORMAT = ToolFormat(
     why_not=why_not,
     rank=30,
     needs_special_tokens=True,
+    ids=_nine,
 )
 
 EXAMPLES = (
