@@ -12,8 +12,8 @@ from tokenspeed.kernels.triton.small_linear import GemvTile, SkinnyTile, Workspa
 
 E4M3 = torch.float8_e4m3fn
 TILES = [
-    pytest.param(1, GemvTile(4, 256, 4), id="gemv"),
-    pytest.param(1, GemvTile(2, 1024, 4), id="gemv-one-step"),
+    pytest.param(1, GemvTile(32, 256, 4), id="gemv"),
+    pytest.param(1, GemvTile(16, 1024, 4), id="gemv-one-step"),
     pytest.param(3, SkinnyTile(block_n=64, block_k=128, split_k=1, stages=2), id="skinny"),
 ]
 
@@ -88,7 +88,7 @@ def test_every_e4m3_value_is_widened_exactly() -> None:
         x = torch.zeros(1, 64, dtype=KIND, device=DEVICE)
         x[0, column] = 1.0
         ones = torch.ones(256, device=DEVICE)
-        got = fused_fp8_linear(x, weight.view(E4M3).to(DEVICE), ones, workspace(), tile=GemvTile(8, 64, 1), pdl=ON_GPU)
+        got = fused_fp8_linear(x, weight.view(E4M3).to(DEVICE), ones, workspace(), tile=GemvTile(64, 64, 1), pdl=ON_GPU)
         assert torch.equal(got[0, : len(codes)].float().cpu(), codes.view(E4M3).float())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -23,11 +24,11 @@ from tokenspeed.loader.load import load_model
 from tokenspeed.models.interface import Model
 from tokenspeed.models.registry import build_model
 from tokenspeed.protocol.errors import CheckpointError
-from tokenspeed.quantization.fp8_format import BLOCK, E4M3
+from tokenspeed.quantization.fp8_format import BLOCK, E4M3, quantize
 from tokenspeed.quantization.select import scheme_for
 from tokenspeed.runner.kv_pool import LayerPages
 
-CPU = torch.device("cpu")
+CPU, F32 = torch.device("cpu"), torch.float32
 FLOAT, _ = select_ops(Need(CPU, torch.float32))
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -186,16 +187,18 @@ def fp8_state(layout: str, keep_dense: str = "\0") -> tuple[dict[str, torch.Tens
     return stored, twin
 
 
-def built(config: ModelConfig, ops: Ops) -> Model:
+def built(config: ModelConfig, ops: Ops, quantized_to: Literal["fp8"] | None = None) -> Model:
     need = AttentionNeed("cpu", ops.dtype, config.num_heads, config.num_kv_heads, config.head_dim, 16)
     backend, _ = select_backend(need, "auto", ops)
-    return build_model(config, SINGLE, scheme_for(config, ops), ops, backend)
+    return build_model(config, SINGLE, scheme_for(config, ops, quantized_to), ops, backend)
 
 
 @torch.inference_mode()
-def logits(checkpoint: Checkpoint, ops: Ops, num_rows: int = len(TOKENS)) -> torch.Tensor:
+def logits(
+    checkpoint: Checkpoint, ops: Ops, num_rows: int = len(TOKENS), quantized_to: Literal["fp8"] | None = None
+) -> torch.Tensor:
     config = read_model_config(checkpoint)
-    model = built(config, ops)
+    model = built(config, ops, quantized_to)
     load_model(model, checkpoint, config, progress=False)
     shape = (2, 16, config.num_kv_heads, config.head_dim)
     model.bind_kv([LayerPages(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)])
@@ -241,6 +244,21 @@ def test_a_part_that_is_not_quantized_makes_its_layer_dense(tmp_path, layout, de
     got = logits(checkpoint, replace(FLOAT, fp8_linear=op))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert op.calls == 7
+
+
+def test_a_dense_checkpoint_is_quantized_by_row_while_it_loads(tmp_path):
+    """Layers only: the twin has the same rounded linears, and the same head and table."""
+    dense = dense_state()
+    twin = {name: quantize(tensor).dequantize(F32) if is_linear(name) else tensor for name, tensor in dense.items()}
+    (tmp_path / "twin").mkdir()
+    expected = logits(saved(tmp_path / "twin", twin, {}, None), FLOAT, 3)
+    checkpoint = saved(tmp_path, dense, {}, None)
+    op = ReferenceFp8Linear()
+    for ops in (FLOAT, replace(FLOAT, fp8_linear=op)):
+        got = logits(checkpoint, ops, 3, quantized_to="fp8")
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert op.calls == 8
+    assert (logits(checkpoint, FLOAT, 3) - expected).norm() > 1e-3  # rounding shows
 
 
 def test_what_a_missing_scale_is_called(tmp_path):
