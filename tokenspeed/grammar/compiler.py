@@ -6,7 +6,9 @@ Owns the worker processes and the cache. The engine submits and takes futures; t
 from __future__ import annotations
 
 import logging
+import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -147,12 +149,11 @@ class GrammarCompiler:
         ident = threading.get_ident()
         worker = self._workers.get(ident)
         if worker is None:
-            worker = _Worker(Setup(self._name, vocabulary, self._options))
             with self._lock:
-                self._workers[ident] = worker
-                is_closed = self._is_closed
-            if is_closed:
-                worker.kill()
+                if self._is_closed:
+                    raise RuntimeError("the engine is closing")
+                worker = self._workers[ident] = _Worker()
+            worker.begin(Setup(self._name, vocabulary, self._options))
         return worker, backend
 
     def _keep(self, key: _Key, compiled: CompiledGrammar) -> None:
@@ -167,15 +168,21 @@ class GrammarCompiler:
 
 
 class _Worker:
-    """The engine's end of one `worker` process. Started here; ready when it has answered the setup."""
+    """The engine's end of one `worker` process, started at once."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tokenspeed.grammar.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "tokenspeed.grammar.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # a group of its own, to be killed with what it has forked
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin: BinaryIO = self._process.stdin  # type: ignore[assignment]
         self._stdout: BinaryIO = self._process.stdout  # type: ignore[assignment]
+
+    def begin(self, setup: Setup) -> None:
+        """Give it the vocabulary and wait until it can compile."""
         if self.ask(setup, _START_TIMEOUT_S) is None:
             self.kill()
             raise RuntimeError("the process that compiles grammars did not start; the log says why")
@@ -187,14 +194,20 @@ class _Worker:
             if not select.select([self._stdout], [], [], timeout_s)[0]:
                 return None
             body = read_frame(self._stdout)
-        except OSError:
+        except (OSError, ValueError):  # ValueError: closed meanwhile
             return None
         return None if body is None else msgspec.msgpack.decode(body, type=Answer)
 
     def kill(self) -> None:
-        """End it. A compilation in a fork of it ends by its own alarm."""
-        self._process.kill()
-        self._process.wait()
+        """End it and what it has forked. A second call does nothing."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        for pipe in (self._stdin, self._stdout):
+            try:
+                pipe.close()
+            except OSError:
+                pass  # bytes that it had not taken
 
 
 def _done(compiled: CompiledGrammar) -> Future[CompiledGrammar]:

@@ -333,7 +333,7 @@ class _Rewriter:
             raise GrammarError(f"{where}/patternProperties: one pattern can be used, not {len(patterns)}")
         done: Schema = {}
         for pattern, schema in patterns.items():
-            clean = check_pattern(pattern, is_search=True)
+            clean = _whole(pattern)
             both = [name for name in declared if re.search(pattern, name)]
             if both:
                 raise GrammarError(f"{where}/patternProperties: {pattern!r} also matches the property {both[0]!r}")
@@ -415,11 +415,17 @@ def _string(own: Schema, where: str) -> Schema:
             raise GrammarError(f"{where}/{key}: not together with {other}; say it all in the pattern")
     if "pattern" in own:
         try:
-            own["pattern"] = check_pattern(own["pattern"], is_search=True)
+            own["pattern"] = _whole(own["pattern"])
         except GrammarError as error:
             raise GrammarError(f"{where}/pattern: {error}") from None
     _check_order(own, "minLength", "maxLength", where)
     return own
+
+
+def _whole(pattern: str) -> str:
+    """The pattern so that every library takes it for the whole string: some look only for a part, as the standard has
+    it, some ignore anchors."""
+    return f"^(?:{check_pattern(pattern)})$"
 
 
 def _number(own: Schema, name: str, where: str) -> Schema:

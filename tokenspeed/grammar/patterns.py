@@ -27,12 +27,8 @@ _GROUPS = {
 _NAMED_GROUP = re.compile(r"\(\?P?<[A-Za-z_]\w*>")
 
 
-def check_pattern(pattern: str, is_search: bool = False) -> str:
-    """Check an expression and take the anchors off that change nothing.
-
-    Args:
-        is_search: JSON schema's meaning, "matches somewhere". What is generated then matches as a whole, which
-            implies it.
+def check_pattern(pattern: str) -> str:
+    """Check an expression that has to match as a whole, and take off the anchors, which change nothing then.
 
     Returns:
         The expression without `^` in front of and `$` behind its alternatives.

@@ -27,8 +27,7 @@ class ConstraintFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """What a request may say about the form of its output.
 
     Fields:
-        response_format: `{"type": "text" | "json_object"}`, `{"type": "json_schema", "json_schema": {...}}` with a schema,
-            or a structural tag.
+        response_format: OpenAI's text, json_object or json_schema, or a structural tag.
         regex, guided_regex: the whole output matches.
         ebnf, guided_grammar: a grammar in GBNF notation with the rule `root`.
         json_schema, guided_json: a JSON schema, or its text.

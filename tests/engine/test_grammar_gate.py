@@ -1,0 +1,193 @@
+"""Requests that wait for their grammar: order, ends, and what the engine says of grammars it cannot use."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from concurrent.futures import Future
+
+import pytest
+from fake_runner import FakeRunner, continuation
+
+from tokenspeed.engine.grammar_gate import GrammarGate
+from tokenspeed.engine.interface import GenerationRequest
+from tokenspeed.grammar.interface import GrammarError
+from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.protocol.grammar import INVALID_GRAMMAR, GrammarSpec
+from tokenspeed.protocol.messages import AddRequest, SequenceOutput
+from tokenspeed.protocol.sampling import SamplingParams
+
+
+class FakeCompiler:
+    """Compiles when the test says so."""
+
+    def __init__(self) -> None:
+        self.futures: dict[str, Future] = {}
+        self.is_closed = False
+
+    def submit(self, spec: GrammarSpec) -> Future:
+        return self.futures.setdefault(spec.text, Future())
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def spec(text: str) -> GrammarSpec:
+    return GrammarSpec(kind="regex", text=text, param="regex")
+
+
+def add(request_id: str, text: str, n: int = 1) -> AddRequest:
+    return AddRequest(
+        request_id=request_id, prompt_token_ids=[1], sampling=SamplingParams(n=n, max_tokens=3), grammar=spec(text)
+    )
+
+
+def ended(request_id: str, index: int = 0) -> SequenceOutput:
+    return SequenceOutput(request_id=request_id, index=index, finish_reason="stop")
+
+
+def test_released_in_order_of_arrival_as_they_are_compiled():
+    compiler = FakeCompiler()
+    gate = GrammarGate(compiler)
+    for request_id, text in (("a", "slow"), ("b", "fast"), ("c", "slow"), ("d", "fast")):
+        assert gate.hold(add(request_id, text)) == []
+    assert gate.release() == ([], [])
+    compiler.futures["fast"].set_result(object())
+    ready, outputs = gate.release()
+    assert [request.request_id for request, _ in ready] == ["b", "d"]
+    compiler.futures["slow"].set_result(object())
+    ready, more = gate.release()
+    assert [request.request_id for request, _ in ready] == ["a", "c"]
+    assert outputs == more == []
+    assert not gate.is_holding
+
+
+def test_a_refused_grammar_ends_every_sequence_with_the_reason():
+    compiler = FakeCompiler()
+    gate = GrammarGate(compiler)
+    gate.hold(add("a", "bad", n=2))
+    gate.hold(add("b", "broken"))
+    compiler.futures["bad"].set_exception(GrammarError("no such rule"))
+    compiler.futures["broken"].set_exception(RuntimeError("no worker"))
+    ready, outputs = gate.release()
+    assert ready == []
+    assert [(output.request_id, output.index, output.finish_reason) for output in outputs] == [
+        ("a", 0, "error"), ("a", 1, "error"), ("b", 0, "error"),
+    ]  # fmt: skip
+    assert outputs[0].error == "the grammar cannot be used: no such rule"
+    assert outputs[0].error_code == INVALID_GRAMMAR
+    assert outputs[2].error_code is None
+
+
+def test_off_is_said_at_once():
+    (output,) = GrammarGate(None).hold(add("a", "x"))
+    assert output.error_code == INVALID_GRAMMAR
+    assert "--grammar-backend" in (output.error or "")
+
+
+def test_aborts():
+    compiler = FakeCompiler()
+    gate = GrammarGate(compiler)
+    gate.hold(add("a", "x", n=2))
+    gate.hold(add("b", "x", n=2))
+    assert [(output.index, output.finish_reason) for output in gate.abort("a", None)] == [(0, "abort"), (1, "abort")]
+    assert gate.abort("b", 1) == []
+    assert gate.abort("unknown", None) == []
+    compiler.futures["x"].set_result(object())
+    ((request, unwanted),) = gate.release()[0]
+    assert (request.request_id, unwanted) == ("b", [1])
+    gate.hold(add("c", "y", n=2))
+    assert len(gate.abort_all("error", "gone")) == 2
+    assert not gate.is_holding
+
+
+def test_a_grammar_lives_until_the_last_sequence_has_ended():
+    class Compiled:
+        pass
+
+    compiler = FakeCompiler()
+    gate = GrammarGate(compiler)
+    gate.hold(add("a", "x", n=2))
+    grammar = Compiled()
+    alive = weakref.ref(grammar)
+    compiler.futures.pop("x").set_result(grammar)
+    del grammar
+    gate.release()
+    gate.note([SequenceOutput(request_id="a", token_ids=[1]), ended("a", 0), ended("other")])
+    gc.collect()
+    assert alive() is not None
+    gate.note([ended("a", 1)])
+    gc.collect()
+    assert alive() is None
+
+
+# ---- through loop and client ----------------------------------------------------------------------------------------
+
+
+class GrammarRunner(FakeRunner):
+    """The fake with a compiler; it obeys no grammar."""
+
+    compiler = FakeCompiler()
+
+    def __init__(self, config, **arguments) -> None:
+        super().__init__(config, **arguments)
+        self.grammars = self.compiler
+
+
+async def collect(client, request_id: str, grammar: GrammarSpec | None) -> list[int]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=5)
+    request = GenerationRequest(request_id, [5, 6], sampling, grammar=grammar)
+    return [token_id async for event in client.generate(request) for token_id in event.token_ids]
+
+
+async def test_others_do_not_wait_for_a_grammar(start):
+    runner = type("Runner", (GrammarRunner,), {"compiler": FakeCompiler()})
+    client = await start(build=runner)
+    waiting = asyncio.create_task(collect(client, "slow", spec("slow")))
+    assert await collect(client, "free", None) == continuation([5, 6], 5)
+    assert not waiting.done()
+    runner.compiler.futures["slow"].set_result(object())
+    assert await asyncio.wait_for(waiting, 10) == continuation([5, 6], 5)
+    assert await client.command("check") == (True, None)
+
+
+async def test_a_bad_grammar_is_an_invalid_request(start):
+    runner = type("Runner", (GrammarRunner,), {"compiler": FakeCompiler()})
+    client = await start(build=runner)
+    waiting = asyncio.create_task(collect(client, "bad", spec("bad")))
+    await collect(client, "free", None)
+    runner.compiler.futures["bad"].set_exception(GrammarError("no such rule"))
+    with pytest.raises(InvalidRequest, match="no such rule") as raised:
+        await asyncio.wait_for(waiting, 10)
+    assert (raised.value.param, raised.value.code) == ("regex", INVALID_GRAMMAR)
+
+
+async def test_without_a_compiler_the_request_is_refused(start):
+    client = await start()
+    with pytest.raises(InvalidRequest, match="--grammar-backend"):
+        await collect(client, "a", spec("x"))
+
+
+async def test_a_consumer_that_leaves_while_it_compiles(start):
+    runner = type("Runner", (GrammarRunner,), {"compiler": FakeCompiler()})
+    client = await start(build=runner)
+    waiting = asyncio.create_task(collect(client, "gone", spec("x")))
+    await collect(client, "free", None)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    runner.compiler.futures["x"].set_result(object())
+    assert await collect(client, "next", None) == continuation([5, 6], 5)
+    assert await client.command("flush_cache") == (True, None)
+
+
+async def test_a_client_that_closes_ends_those_that_wait(start):
+    runner = type("Runner", (GrammarRunner,), {"compiler": FakeCompiler()})
+    client = await start(build=runner)
+    sampling = SamplingParams(temperature=0.0, max_tokens=5)
+    events = client.generate(GenerationRequest("a", [5], sampling, grammar=spec("never")))
+    first = asyncio.ensure_future(anext(events))
+    await collect(client, "free", None)
+    await client.close()
+    event = await asyncio.wait_for(first, 10)
+    assert event.finish_reason == "error"

@@ -1,0 +1,88 @@
+"""The worker process: what comes back, what is killed, what is remembered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from grammar_support import BYTES, takes
+
+from tokenspeed.grammar.compiler import GrammarCompiler
+from tokenspeed.grammar.interface import GrammarError, GrammarOptions
+from tokenspeed.protocol.grammar import GrammarSpec
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler("xgrammar", lambda: BYTES, GrammarOptions(), timeout_s=3.0)
+    yield made
+    made.close()
+
+
+def regex(text: str) -> GrammarSpec:
+    return GrammarSpec(kind="regex", text=text)
+
+
+def test_compiles_and_remembers(compiler: GrammarCompiler):
+    spec = regex("[0-9]+")
+    assert compiler.compiled(spec) is None
+    grammar = compiler.submit(spec).result(60)
+    assert takes(grammar, "12")
+    assert compiler.compiled(spec) is grammar
+    assert compiler.submit(GrammarSpec(kind="regex", text="[0-9]+", starts_after=(1,))).result(0) is grammar
+
+
+def test_equal_grammars_are_compiled_once(compiler: GrammarCompiler):
+    first, second = compiler.submit(regex("x{3}")), compiler.submit(regex("x{3}"))
+    assert first.result(60) is second.result(60)
+
+
+def test_a_bad_grammar_says_why_and_is_remembered(compiler: GrammarCompiler):
+    with pytest.raises(GrammarError, match="parenthesis"):
+        compiler.submit(regex("(a")).result(60)
+    again = compiler.submit(regex("(a"))
+    assert again.done()
+    with pytest.raises(GrammarError, match="parenthesis"):
+        again.result(0)
+
+
+BOMBS = {
+    "many optional characters": ("regex", ".?" * 2000),
+    "counts in counts": ("regex", "((.{1,300}){1,300}){1,300}"),
+    "counts in counts of a grammar": ("ebnf", 'root ::= (("a"{1,1000}){1,1000}){1,1000}'),
+    "deep schema": ("json_schema", '{"type":"array","items":' * 2000 + "{}" + "}" * 2000),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_are_refused_and_harm_nobody(compiler: GrammarCompiler, name: str):
+    """Those the server's own checks would let through or not: the worker's limits hold alone."""
+    kind, text = BOMBS[name]
+    with pytest.raises(GrammarError, match=r"not compiled within|to follow|memory|crashed|nest|recursion|deep"):
+        compiler.submit(GrammarSpec(kind=kind, text=text)).result(60)
+    assert takes(compiler.submit(regex(f"[a-z]{{{len(name)}}}")).result(60), "a" * len(name))
+
+
+def test_the_cache_is_bounded_and_what_is_used_stays():
+    small = GrammarCompiler("llguidance", lambda: BYTES, GrammarOptions(), timeout_s=10.0, cache_bytes=1)
+    try:
+        used = small.submit(regex("a")).result(60)
+        small.submit(regex("b")).result(60)
+        small.submit(regex("c")).result(60)
+        assert small.compiled(regex("a")) is used
+        assert small.compiled(regex("b")) is None
+        assert small.compiled(regex("c")) is not None
+    finally:
+        small.close()
+
+
+def test_a_closed_compiler_fails_what_is_open():
+    made = GrammarCompiler("xgrammar", lambda: BYTES, GrammarOptions(), timeout_s=60.0)
+    made.submit(regex("a")).result(60)
+    bomb = made.submit(regex(".?" * 3000))
+    while not bomb.running():
+        time.sleep(0.001)
+    made.close()
+    with pytest.raises((GrammarError, RuntimeError)):
+        bomb.result(30)

@@ -1,0 +1,193 @@
+"""What the runner keeps a slot: markers, replay after preemption, ends, limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from grammar_support import BYTES, EOS
+
+from tokenspeed.grammar.compiler import GrammarCompiler
+from tokenspeed.grammar.interface import GrammarOptions
+from tokenspeed.protocol.grammar import GrammarSpec
+from tokenspeed.protocol.sampling import SamplingParams
+from tokenspeed.protocol.step import Admission
+from tokenspeed.runner import constraints as constraints_module
+from tokenspeed.runner.constraints import Constraints
+from tokenspeed.sampling.masks import TokenMasks
+from tokenspeed.sampling.sampler import Sampler
+
+VOCAB = len(BYTES.tokens)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler("llguidance", lambda: BYTES, GrammarOptions(), timeout_s=30.0)
+    yield made
+    made.close()
+
+
+def spec(text: str, starts_after: tuple[int, ...] | None = None) -> GrammarSpec:
+    return GrammarSpec(kind="regex", text=text, starts_after=starts_after)
+
+
+def admission(slot: int, grammar: GrammarSpec | None, output: bytes = b"", **sampling: object) -> Admission:
+    params = SamplingParams(seed=1, temperature=0.0, **sampling)
+    return Admission(slot, "r", 0, [*b"prompt", *output], 6, ([],), params, (EOS,), grammar)
+
+
+def may(constraints: Constraints, slot: int) -> set[int] | None:
+    """Ids that a slot may sample; None: any."""
+    if not constraints.rows([slot]):
+        return None
+    words = constraints.fill([slot], [0])
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[0, :VOCAB]
+    return set(np.flatnonzero(bits).tolist())
+
+
+def test_rows_are_those_with_a_grammar(compiler: GrammarCompiler):
+    grammar, other = spec("ab"), spec("xy")
+    _keep = [compiler.submit(grammar).result(60), compiler.submit(other).result(60)]
+    constraints = Constraints(compiler, VOCAB)
+    constraints.admit(admission(0, grammar))
+    constraints.admit(admission(1, None))
+    constraints.admit(admission(2, other))
+    assert constraints.rows([1, 2, 0]) == [1, 2]
+    words = constraints.fill([1, 2, 0], [1, 2])
+    assert words.shape == (2, BYTES.num_words)
+    assert may(constraints, 0) == {ord("a")}
+    assert may(constraints, 2) == {ord("x")}
+    assert constraints.accept(1, 5) is None
+    constraints.admit(admission(0, None))
+    assert constraints.rows([0]) == []
+
+
+def test_a_preempted_sequence_goes_on_where_it_was(compiler: GrammarCompiler):
+    grammar = spec("abc|abd")
+    _keep = compiler.submit(grammar).result(60)
+    constraints = Constraints(compiler, VOCAB)
+    constraints.admit(admission(3, grammar, b"ab"))
+    assert may(constraints, 3) == {ord("c"), ord("d")}
+
+
+def test_the_constraint_starts_behind_the_marker(compiler: GrammarCompiler):
+    grammar = spec("ab", starts_after=(ord("<"), ord("/")))
+    _keep = compiler.submit(grammar).result(60)
+    constraints = Constraints(compiler, VOCAB)
+    constraints.admit(admission(0, grammar))
+    for token_id in b"free < / <":
+        assert may(constraints, 0) is None
+        assert constraints.accept(0, token_id) is None
+    assert may(constraints, 0) is None
+    constraints.accept(0, ord("/"))
+    assert may(constraints, 0) == {ord("a")}
+    constraints.admit(admission(0, grammar, b"think</a"))
+    assert may(constraints, 0) == {ord("b")}
+    constraints.admit(admission(0, grammar, b"think<"))
+    assert may(constraints, 0) is None
+
+
+def test_after_the_end_only_the_end(compiler: GrammarCompiler):
+    """With ignore_eos, or in a step planned before the end was known."""
+    grammar = spec("a")
+    _keep = compiler.submit(grammar).result(60)
+    constraints = Constraints(compiler, VOCAB)
+    constraints.admit(admission(0, grammar))
+    for token_id in (ord("a"), EOS, EOS, EOS):
+        assert constraints.accept(0, token_id) is None
+        assert may(constraints, 0) == {EOS}
+
+
+def test_a_token_outside_of_the_grammar_ends_the_sequence(compiler: GrammarCompiler):
+    grammar = spec("ab")
+    _keep = compiler.submit(grammar).result(60)
+    constraints = Constraints(compiler, VOCAB)
+    constraints.admit(admission(0, grammar))
+    assert "not allow" in (constraints.accept(0, ord("x")) or "")
+    assert constraints.rows([0]) == []
+    assert "not allow" in (constraints.accept(0, ord("a")) or "")
+
+
+def test_a_grammar_that_takes_too_long_ends_its_own_sequence(compiler: GrammarCompiler, monkeypatch):
+    grammar = spec("[a-z]*")
+    _keep = compiler.submit(grammar).result(60)
+    constraints = Constraints(compiler, VOCAB)
+    constraints.admit(admission(0, grammar))
+    constraints.admit(admission(1, None))
+    monkeypatch.setattr(constraints_module, "MAX_TOKEN_S", 0.0)
+    assert may(constraints, 0) is not None
+    assert "limit" in (constraints.accept(0, ord("a")) or "")
+    assert constraints.accept(1, ord("a")) is None
+
+
+def test_a_grammar_that_is_gone_fails_its_row_only():
+    """The request was aborted while its admission was on its way to the runner."""
+    constraints = Constraints(None, VOCAB)
+    constraints.admit(admission(0, spec("a")))
+    assert constraints.rows([0]) == []
+    assert constraints.accept(0, 1) == "its grammar is not compiled"
+
+
+# ---- masks in the sampler -------------------------------------------------------------------------------------------
+
+
+def masks(rows: list[int], *allowed: set[int]) -> TokenMasks:
+    words = np.zeros((len(rows), BYTES.num_words), dtype=np.uint32)
+    for place, ids in enumerate(allowed):
+        for token_id in ids:
+            words[place, token_id // 32] |= np.uint32(1 << token_id % 32)
+    return TokenMasks(rows, words.view(np.int32))
+
+
+def sampler_with(*sampling: SamplingParams) -> Sampler:
+    sampler = Sampler(len(sampling), VOCAB, torch.device("cpu"))
+    for slot, params in enumerate(sampling):
+        sampler.admit(Admission(slot, "r", 0, [1, 2], 2, ([],), params, (EOS,)))
+    return sampler
+
+
+def test_masked_rows_sample_what_is_allowed_and_others_are_untouched():
+    greedy, drawn = SamplingParams(seed=1, temperature=0.0), SamplingParams(seed=2, temperature=1.0)
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3))
+    slots, positions = [0, 1, 2, 3], [2, 2, 2, 2]
+    free = sampler_with(greedy, greedy, drawn, drawn).sample(logits, slots, positions).token_ids
+    bound = sampler_with(greedy, greedy, drawn, drawn).sample(
+        logits, slots, positions, masks([1, 3], {7, 9, EOS}, {8, 200})
+    )
+    assert bound.token_ids[0] == free[0]
+    assert bound.token_ids[2] == free[2]
+    assert int(bound.token_ids[1]) == max((7, 9, EOS), key=lambda token_id: float(logits[1, token_id]))
+    assert int(bound.token_ids[3]) in (8, 200)
+    assert not bound.failed.any()
+
+
+def test_bias_and_penalties_do_not_bring_back_what_is_forbidden():
+    params = SamplingParams(
+        seed=1, temperature=1.0, logit_bias={5: 100.0}, repetition_penalty=0.5, frequency_penalty=-2.0, top_p=0.9
+    )
+    logits = torch.zeros(1, VOCAB)
+    for position in range(2, 12):
+        drawn = sampler_with(params).sample(logits, [0], [position], masks([0], {11, 12}))
+        assert int(drawn.token_ids[0]) in (11, 12)
+
+
+def test_a_ban_is_lifted_where_it_would_leave_nothing():
+    params = SamplingParams(seed=1, temperature=0.0, min_tokens=5)
+    logits = torch.zeros(1, VOCAB)
+    only_end = sampler_with(params).sample(logits, [0], [2], masks([0], {EOS}))
+    assert int(only_end.token_ids[0]) == EOS
+    logits[0, EOS] = 9.0
+    either = sampler_with(params).sample(logits, [0], [2], masks([0], {EOS, 3}))
+    assert int(either.token_ids[0]) == 3
+
+
+def test_log_probabilities_are_the_models_own():
+    params = SamplingParams(seed=1, temperature=0.0, logprobs=1)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 4] = 3.0
+    (row,) = sampler_with(params).sample(logits, [0], [2], masks([0], {6})).finish()
+    assert row.logprobs is not None
+    assert row.logprobs.top_ids == [4]
+    assert row.logprobs.logprob == pytest.approx(float(torch.log_softmax(logits[0], -1)[6]))
