@@ -18,6 +18,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_request_bytes: a larger body is answered 413 before it is read.
         drain_timeout_s: seconds between SIGTERM and ending what still streams.
         chat_template: template text that replaces the model's own, or None.
+        reasoning_parser, tool_call_parser: names of formats in `text/parsers`, or auto.
         stream_interval: tokens a stream event carries at least, except the last.
         enable_metrics: serve `/metrics`.
         allow_priority: the engine schedules by priority, so requests may say one. Elsewhere it would be ignored, and is
@@ -32,6 +33,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_request_bytes: int = 32 * 2**20
     drain_timeout_s: float = 30.0
     chat_template: str | None = None
+    reasoning_parser: str = "auto"
+    tool_call_parser: str = "auto"
     stream_interval: int = 1
     enable_metrics: bool = True
     allow_priority: bool = False

@@ -20,6 +20,7 @@ from tokenspeed.engine.interface import EngineClient
 from tokenspeed.server import admin
 from tokenspeed.server.context import ServerContext
 from tokenspeed.server.errors import install_handlers
+from tokenspeed.server.formats import choose_formats
 from tokenspeed.server.lifecycle import StopSignal, bind, first_of, run_loop, serve
 from tokenspeed.server.metrics import Metrics
 from tokenspeed.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
@@ -52,7 +53,9 @@ def build_app(client: EngineClient, config: ServerConfig) -> FastAPI:
         f"is generated: {', '.join(NO_EFFECT)}.",
         redirect_slashes=False,
     )
-    context = ServerContext(client, config, Metrics(client, config.served_model_names[0]))
+    context = ServerContext(
+        client, config, Metrics(client, config.served_model_names[0]), choose_formats(config, client)
+    )
     for room in (chat, completions, models, tokenize, admin):
         app.include_router(room.router(context))
     install_handlers(app)

@@ -19,6 +19,7 @@ from tokenspeed.config.server import ServerConfig
 from tokenspeed.engine.interface import EngineClient, GenerationEvent, GenerationRequest
 from tokenspeed.protocol.errors import EngineDead, InvalidRequest, Overloaded
 from tokenspeed.server.errors import DEAD_MESSAGE, GenerationFailed, ModelNotFound
+from tokenspeed.server.formats import Formats
 from tokenspeed.server.metrics import Metrics, RequestMeter
 
 logger = logging.getLogger("tokenspeed.server")
@@ -42,12 +43,14 @@ class ServerContext:
     """One server: its engine, its configuration and what it has counted.
 
     Fields:
+        formats: how the model writes reasoning and tool calls.
         live_ids: ids of running requests, so that a client's own id is refused while one like it runs.
     """
 
     client: EngineClient
     config: ServerConfig
     metrics: Metrics
+    formats: Formats = field(default_factory=Formats)
     created: int = field(default_factory=lambda: int(time.time()))
     live_ids: set[str] = field(default_factory=set)
 

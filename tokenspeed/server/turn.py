@@ -1,0 +1,233 @@
+"""One assistant turn, whatever API asks for it: from a conversation, tools and switches to what the engine generates,
+and how its text is read. Knows no wire format.
+
+    TurnRequest -> prepare_turn -> Turn -> Turn.generation -> context.generate -> TurnReader.read -> TurnDelta
+
+May be added here: another switch that a chat template or a parser understands. Not here: fields of an API, bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import msgspec
+
+from tokenspeed.engine.interface import GenerationRequest
+from tokenspeed.grammar.tools import tool_choice_schema
+from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.protocol.grammar import GrammarSpec
+from tokenspeed.protocol.sampling import SamplingParams
+from tokenspeed.server.context import ServerContext
+from tokenspeed.server.rendering import Conversation, render
+from tokenspeed.server.turn_reader import TurnReader
+from tokenspeed.text.parsers.interface import ParseContext, ReasoningFormat, ToolFormat, tool_specs
+from tokenspeed.text.parsers.tools.bare_json import forced_calls
+
+TOGGLES = ("enable_thinking", "thinking")
+"""The variables by which chat templates turn thinking on and off."""
+
+_OFF_EFFORTS = ("none", "minimal")
+
+# The prompt's end that parsers read: the beginning of an assistant message, or all of one that goes on.
+_TAIL_TOKENS = 64
+_CONTINUED_TAIL_TOKENS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether and which tools are called.
+
+    Fields:
+        mode: "none", "auto" (the model decides) or "required" (at least one call and nothing else).
+        name: with "required": the one function to call, once.
+        allowed: names that may be called; None = all.
+    """
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    name: str | None = None
+    allowed: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """What an API asks for, in neutral words.
+
+    Fields:
+        conversation: what the template sees; all tools are in it, whatever the choice.
+        choice: see `ToolChoice`; not looked at without tools.
+        parallel_tool_calls: False = at most one call a turn.
+        thinking: turn reasoning on or off where the template can; None = say nothing.
+        reasoning_effort: none and minimal turn thinking off where the template has a variable for that, the others turn
+            it on there; templates read it as `reasoning_effort`. `template_kwargs` win over both.
+        separate_reasoning: False = reasoning is part of the content, tags included.
+        stream_reasoning: False = reasoning comes in one piece, when it has ended.
+        grammar: what the answer has to obey; starts behind the reasoning. Not together with tools that may be called.
+    """
+
+    conversation: Conversation
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    parallel_tool_calls: bool = True
+    thinking: bool | None = None
+    reasoning_effort: str | None = None
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+    grammar: GrammarSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn that can be generated.
+
+    Fields:
+        prompt_token_ids: the prompt.
+        sampling: the caller's, with what the formats need.
+        grammar: what the output has to obey, and behind which tokens.
+    """
+
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    grammar: GrammarSpec | None
+    _reasoning: ReasoningFormat
+    _tools: ToolFormat
+    _parsing: ParseContext
+    _parses_calls: bool
+    _request: TurnRequest
+
+    def generation(self, request_id: str, priority: int = 0, cache_salt: str | None = None) -> GenerationRequest:
+        """What `context.generate` takes."""
+        return GenerationRequest(request_id, self.prompt_token_ids, self.sampling, priority, cache_salt, self.grammar)
+
+    def reader(self) -> TurnReader:
+        """Fresh parsers for all sequences of one generation."""
+        return TurnReader(
+            self._reasoning,
+            self._tools,
+            self._parsing,
+            num_choices=self.sampling.n,
+            parses_calls=self._parses_calls,
+            one_call=not self._request.parallel_tool_calls,
+            separate_reasoning=self._request.separate_reasoning,
+            stream_reasoning=self._request.stream_reasoning,
+        )
+
+
+async def prepare_turn(context: ServerContext, request: TurnRequest, sampling: SamplingParams) -> Turn:
+    """Render the prompt and choose the parsers.
+
+    Raises:
+        InvalidRequest: what cannot be rendered, forced or read; names the field.
+    """
+    talk, formats = request.conversation, context.formats
+    offered = _offered(talk.tools, request.choice)
+    forced = bool(offered) and request.choice.mode == "required"
+    grammar = _grammar(context, request, offered)
+    kwargs, thinking = template_switches(request, context.client.template_variables)
+    prompt = await render(context, replace(talk, template_kwargs=kwargs))
+
+    parses_calls = bool(offered) and request.choice.mode != "none"
+    tool_format = forced_calls(formats.tools.ids) if forced else formats.tools
+    needs_special = formats.reasoning.needs_special_tokens or (parses_calls and tool_format.needs_special_tokens)
+    if needs_special:
+        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
+    tokenizer = context.client.tokenizer
+    tail = _CONTINUED_TAIL_TOKENS if talk.continue_final_message else _TAIL_TOKENS
+    parsing = ParseContext(
+        tools=tool_specs(offered),
+        prompt=tokenizer.decode(prompt[-tail:], skip_special_tokens=False),
+        thinking=thinking,
+        history_calls=sum(len(message.get("tool_calls") or ()) for message in talk.messages),
+        # Stop strings end the text; a parser that reads ids would read on behind them.
+        tokenizer=None if sampling.stop else tokenizer,
+    )
+    if grammar is not None:
+        start = _constraint_start(formats.reasoning, parsing, talk.continue_final_message)
+        if start.opens:
+            prompt = prompt + tokenizer.encode(start.opens, False, True)
+            parsing = replace(parsing, prompt=(parsing.prompt or "") + start.opens)
+        after = tuple(tokenizer.encode(start.ends, False, True)) if start.ends else None
+        grammar = msgspec.structs.replace(grammar, starts_after=after)
+    return Turn(prompt, sampling, grammar, formats.reasoning, tool_format, parsing, parses_calls, request)
+
+
+def template_switches(request: TurnRequest, variables: frozenset[str]) -> tuple[dict[str, Any], bool | None]:
+    """The template's variables, and what they say of thinking (None = nothing).
+
+    Args:
+        variables: those that the chat template reads.
+    """
+    kwargs = dict(request.conversation.template_kwargs)
+    effort, wish = request.reasoning_effort, request.thinking
+    if wish is None and effort is not None:
+        wish = effort not in _OFF_EFFORTS
+    toggles = [name for name in TOGGLES if name in variables]
+    if wish is not None and not kwargs.keys() & set(TOGGLES):
+        kwargs.update(dict.fromkeys(toggles, wish))
+    if effort is not None and not (toggles and effort in _OFF_EFFORTS):
+        kwargs.setdefault("reasoning_effort", effort)
+    said = next((kwargs[name] for name in TOGGLES if isinstance(kwargs.get(name), bool)), None)
+    return kwargs, said
+
+
+def _offered(tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> list[dict[str, Any]]:
+    """The tools that may be called."""
+    if choice.mode == "required" and not tools:
+        raise InvalidRequest("tool_choice asks for a call, but there are no tools", param="tool_choice")
+    names = [tool["function"]["name"] for tool in tools]
+    wanted = {choice.name} if choice.name is not None else choice.allowed
+    if wanted is None:
+        return [dict(tool) for tool in tools]
+    for name in sorted(wanted):
+        if name not in names:
+            known = ", ".join(map(repr, names)) or "none"
+            raise InvalidRequest(f"tool_choice names {name!r}, which is not among tools: {known}", param="tool_choice")
+    return [dict(tool) for tool in tools if tool["function"]["name"] in wanted]
+
+
+def _grammar(context: ServerContext, request: TurnRequest, offered: list[dict[str, Any]]) -> GrammarSpec | None:
+    mode = request.choice.mode if offered else "none"
+    if mode != "none" and request.grammar is not None:
+        raise InvalidRequest(
+            f"{request.grammar.param} constrains the whole answer, which leaves no room for the tool calls that "
+            f"tool_choice {mode!r} allows; send tool_choice 'none', or leave {request.grammar.param} out",
+            param=request.grammar.param,
+        )
+    if mode == "required":
+        return tool_choice_schema(offered, request.choice.name, request.parallel_tool_calls)
+    if mode == "auto" and not context.formats.knows_calls:
+        raise InvalidRequest(
+            "tools cannot be used with tool_choice 'auto': no format of tool calls is known for "
+            f"{context.client.model_config.architecture} and its chat template; start the server with "
+            "--tool-call-parser, or send tool_choice 'none', 'required' or a function",
+            param="tools",
+            code="unsupported_field",
+        )
+    return request.grammar
+
+
+@dataclass(frozen=True, slots=True)
+class _ConstraintStart:
+    """Where a constraint starts.
+
+    Fields:
+        ends: the text behind which it starts; "" = at once.
+        opens: text that the prompt needs first.
+    """
+
+    ends: str = ""
+    opens: str = ""
+
+
+def _constraint_start(reasoning: ReasoningFormat, parsing: ParseContext, continues: bool) -> _ConstraintStart:
+    """A model that may or may not reason would leave it open whether the constraint ever starts, so the prompt
+    opens the reasoning that the model was about to open itself."""
+    end = reasoning.end_marker
+    if end is None:
+        return _ConstraintStart()
+    if reasoning.make(parsing).in_reasoning:
+        return _ConstraintStart(end)
+    is_behind = continues or (parsing.prompt or "").rstrip().endswith(end)
+    if is_behind or reasoning.start_marker is None or parsing.thinking is False:
+        return _ConstraintStart()
+    return _ConstraintStart(end, reasoning.start_marker)
