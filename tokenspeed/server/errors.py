@@ -100,6 +100,11 @@ def encode_error(error: Exception) -> bytes:
 def error_response(error: Exception) -> Response:
     """A whole HTTP response for an exception, Retry-After included."""
     status, detail = describe(error)
+    return json_response(ErrorBody(detail), status, error_headers(error))
+
+
+def error_headers(error: Exception) -> dict[str, str]:
+    """The headers that an exception's response needs, whatever its body's shape."""
     headers: dict[str, str] = {}
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(max(1, error.retry_after_s))
@@ -107,7 +112,7 @@ def error_response(error: Exception) -> Response:
         headers.update(error.headers)
     if isinstance(error, PayloadTooLarge):
         headers["connection"] = "close"  # the rest of the body is never read
-    return json_response(ErrorBody(detail), status, headers)
+    return headers
 
 
 def install_handlers(app: FastAPI) -> None:

@@ -35,9 +35,10 @@ class EventStream(Response):
     Args:
         first: the first bytes (one or more whole events).
         rest: what follows, whole events each. It is closed when the client goes away. When it raises, an error event
-            is sent in its place. `[DONE]` always ends the stream.
+            is sent in its place.
         encode_error: writes the error event's JSON.
         headers: beside the usual ones.
+        last: what ends the stream, whatever came before.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class EventStream(Response):
         rest: AsyncGenerator[bytes, None],
         encode_error: ErrorEncoder,
         headers: dict[str, str],
+        last: bytes = DONE,
     ) -> None:
         super().__init__(
             status_code=200,
@@ -57,6 +59,7 @@ class EventStream(Response):
         self._first = first
         self._rest = rest
         self._encode_error = encode_error
+        self._last = last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.create_task(self._pump(send))
@@ -75,7 +78,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         while (event := await self._next()) is not None:
             await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._last, "more_body": False})
 
     async def _next(self) -> bytes | None:
         """The next event; an error in its place when there is none because of one; None at the end."""

@@ -28,17 +28,18 @@ def documented(
     answer: type[msgspec.Struct] | None = None,
     *,
     streams: bool = False,
+    error: type[msgspec.Struct] = ErrorBody,
 ) -> RouteDocs:
-    """Documentation of a route: its tag, the types of body and answer, and that it may stream."""
+    """Documentation of a route: its tag, the types of body, answer and errors, and that it may stream."""
     content: dict[str, Any] = {}
     if answer is not None:
         content["application/json"] = {"schema": _ref(answer)}
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string", "description": "chunks, then data: [DONE]"}}
+        content["text/event-stream"] = {"schema": {"type": "string", "description": "server-sent events"}}
     extra: dict[str, Any] = {
         "responses": {
             "200": {"description": "Success", **({"content": content} if content else {})},
-            "default": {"description": "An error", "content": {"application/json": {"schema": _ref(ErrorBody)}}},
+            "default": {"description": "An error", "content": {"application/json": {"schema": _ref(error)}}},
         }
     }
     if body is not None:
