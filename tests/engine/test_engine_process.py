@@ -88,6 +88,19 @@ async def test_kill_9_in_the_middle_ends_every_sequence_once() -> None:
     assert not os.path.exists(directory)
 
 
+async def test_a_signal_without_a_name_is_a_death_like_others() -> None:
+    """Python names two of the real-time signals; looking for the name of another ended the thread that receives, and
+    requests waited for ever behind a healthy /health."""
+    engine, client = await connect()
+    running = asyncio.create_task(listen(client, request("r", [3], 100)))
+    while client.stats is None or client.stats.num_generated_tokens < 5:
+        await asyncio.sleep(0.01)
+    os.kill(engine.pid, signal.SIGRTMIN + 6)
+    assert (await asyncio.wait_for(running, 20))[1] == [["error"]]
+    assert await client.command("ping") == (False, f"the engine process was ended by signal {signal.SIGRTMIN + 6}")
+    await client.close()
+
+
 async def test_ctrl_c_and_sigterm_do_not_end_an_engine_whose_server_drains() -> None:
     engine, client = await connect()
     running = asyncio.create_task(listen(client, request("r", [3], 60)))

@@ -167,7 +167,8 @@ def wait_ready(engine: EngineHandle, timeout_s: float = START_TIMEOUT_S) -> Read
 def describe_exit(exit_code: int | None) -> str:
     """How the engine ended, in words: `the engine process was ended by SIGKILL`."""
     if exit_code is not None and exit_code < 0:
-        return f"the engine process was ended by {signal.Signals(-exit_code).name}"
+        names = {known.value: known.name for known in signal.Signals}  # real-time signals have none
+        return f"the engine process was ended by {names.get(-exit_code, f'signal {-exit_code}')}"
     return f"the engine exited with code {exit_code}"
 
 
