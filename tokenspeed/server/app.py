@@ -24,13 +24,13 @@ from tokenspeed.server.formats import choose_formats
 from tokenspeed.server.lifecycle import StopSignal, bind, first_of, run_loop, serve
 from tokenspeed.server.metrics import Metrics
 from tokenspeed.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
-from tokenspeed.server.openai import chat, completions, models, tokenize
+from tokenspeed.server.openai import chat, chat_answer, completions, models, tokenize
 from tokenspeed.server.openai.fields import NO_EFFECT
 from tokenspeed.server.schema import install_openapi
 
 _WIRE_TYPES = (
     chat.ChatRequest,
-    chat.ChatResponse,
+    chat_answer.ChatResponse,
     completions.CompletionRequest,
     completions.CompletionResponse,
     models.ModelCard,

@@ -17,15 +17,24 @@ from tokenspeed.protocol.errors import TokenSpeedError
 from tokenspeed.server.context import ServerContext
 from tokenspeed.server.errors import ClientGone, encode_error
 from tokenspeed.server.openai.fields import GenerationFields
-from tokenspeed.server.openai.streaming import ChunkShape, StreamRules, chunks
+from tokenspeed.server.openai.streaming import StreamRules, Writer, chunks
 from tokenspeed.server.openai.usage import Usage, UsageMeter
 from tokenspeed.server.responses import EventStream, json_response, until_disconnect
 
 logger = logging.getLogger("tokenspeed.server")
 
 
-class Reply(ChunkShape, Protocol):
+class Reply(Protocol):
     """An endpoint's wire format, both ways of answering."""
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Output tokens that were reasoning, so far."""
+        ...
+
+    def writer(self, rules: StreamRules) -> Writer:
+        """For an answer in chunks."""
+        ...
 
     def note(self, prompt: int, event: GenerationEvent) -> None:
         """Collect an event for the whole answer."""
@@ -75,7 +84,7 @@ async def answer(
         if usage is None:
             raise ClientGone
         return json_response(reply.whole(usage), headers=headers)
-    stream = chunks(events, reply, rules, release)
+    stream = chunks(events, reply.writer(rules), rules, release)
     first = await until_disconnect(request.receive, anext(stream))
     if first is None:
         raise ClientGone
@@ -94,4 +103,4 @@ async def _collect(events: AsyncGenerator[tuple[int, GenerationEvent], None], re
         async for prompt, event in events:
             meter.note(prompt, event)
             reply.note(prompt, event)
-    return meter.usage()
+    return meter.usage(reply.num_reasoning_tokens)

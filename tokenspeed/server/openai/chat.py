@@ -1,20 +1,17 @@
-"""POST /v1/chat/completions: its wire types and both directions."""
+"""POST /v1/chat/completions: what a request may say, and the way through. Answers are in `chat_answer`."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
-from tokenspeed.engine.interface import GenerationEvent, GenerationRequest, LogprobEntry
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.body import read_json, to_struct
 from tokenspeed.server.context import ServerContext, generate
 from tokenspeed.server.openai.answer import answer, stream_rules
+from tokenspeed.server.openai.chat_answer import ChatReply, ChatResponse, ChatWants
 from tokenspeed.server.openai.constraint import constraint_of
 from tokenspeed.server.openai.fields import (
     REFUSED,
@@ -26,23 +23,17 @@ from tokenspeed.server.openai.fields import (
     request_id_of,
     to_sampling,
 )
-from tokenspeed.server.openai.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
-from tokenspeed.server.openai.messages import Message, check_media
-from tokenspeed.server.openai.prompts import render_messages
-from tokenspeed.server.openai.streaming import Delta, encode_json
-from tokenspeed.server.openai.usage import Usage
+from tokenspeed.server.openai.messages import Message, check_media, to_template
+from tokenspeed.server.openai.tools import Tool, ToolChoiceField, choice_of, for_template
+from tokenspeed.server.rendering import Conversation
 from tokenspeed.server.schema import documented
+from tokenspeed.server.turn import TurnRequest, prepare_turn
 
-_NO_TOOLS = "tool calling is not built yet"
 CHAT_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "tool_choice": ((None, "none"), f"only 'none'; {_NO_TOOLS}"),
-    "functions": ((None, []), f"{_NO_TOOLS}, and functions is the old spelling of tools"),
-    "function_call": ((None, "none"), f"{_NO_TOOLS}, and function_call is the old spelling of tool_choice"),
-    "reasoning_effort": ((None,), "the models served so far have no such setting; see chat_template_kwargs"),
-    "reasoning": ((None,), "the models served so far have no such setting; see chat_template_kwargs"),
-    "separate_reasoning": ((None, False), "reasoning parsers are not built yet; the text is one"),
-    "stream_reasoning": ((None, False), "reasoning parsers are not built yet; the text is one"),
-    "include_reasoning": ((None, False), "reasoning parsers are not built yet; the text is one"),
+    "functions": ((None, []), "it is the old spelling of tools"),
+    "function_call": ((None, "none"), "it is the old spelling of tool_choice"),
+    "reasoning": ((None,), "use reasoning_effort, or chat_template_kwargs"),
+    "include_reasoning": ((None, True), "reasoning is part of the answer; use separate_reasoning to have it apart"),
     "verbosity": ((None, "medium"), "the models served so far have no such setting"),
     "modalities": ((None, ["text"]), "answers are text only"),
     "audio": ((None,), "answers are text only"),
@@ -50,7 +41,6 @@ CHAT_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((None,), "there is no web search"),
     "moderation": ((None,), "there is no moderation"),
     "chat_template": ((None,), "a template is a program; the operator sets it with --chat-template"),
-    "documents": ((None, []), "put them into a message, or into chat_template_kwargs"),
     "echo": ((None, False), "use /v1/completions"),
     "suffix": ((None,), "chat has no suffix"),
     "best_of": ((None,), "use n"),
@@ -66,7 +56,12 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     Fields:
         max_completion_tokens: OpenAI's newer name of max_tokens.
         logprobs, top_logprobs: logprobs of the answer's tokens, with 0 to 20 alternatives each.
-        tools: shown to the chat template when tool_choice is "none"; calls are not built yet.
+        tools, tool_choice, parallel_tool_calls: as OpenAI has them; default: the model decides, and may call several.
+        reasoning_effort: none and minimal turn thinking off, the others on, where the chat template has a switch; every
+            template can read it as `reasoning_effort`.
+        separate_reasoning: reasoning in `reasoning_content` (default), or as part of the content.
+        stream_reasoning: stream reasoning as it comes (default), or in one piece when it has ended.
+        documents: for chat templates that read them.
         add_generation_prompt: end the prompt with the start of an assistant turn; default: unless
             continue_final_message.
         continue_final_message: let the last (assistant) message go on instead of starting a new one.
@@ -77,45 +72,16 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-class AnswerMessage(msgspec.Struct, kw_only=True):
-    """The assistant's message."""
-
-    role: str = "assistant"
-    content: str
-    refusal: None = None
-    reasoning_content: str | None = None
-
-
-class ChatChoice(msgspec.Struct, kw_only=True):
-    """One answer. `matched_stop` and `stop_reason` are one thing: the stop string or token id that ended it, if any."""
-
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-    matched_stop: str | int | None
-    stop_reason: str | int | None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class ChatResponse(msgspec.Struct, kw_only=True):
-    """A whole chat completion."""
-
-    id: str
-    object: str = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str | None = None
-    prompt_logprobs: list[dict[int, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -136,20 +102,13 @@ def router(context: ServerContext) -> APIRouter:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
         )
-        grammar = constraint_of(body)
-        prompt = await render_messages(
-            context,
-            body.messages,
-            tools=body.tools or None,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=bool(body.continue_final_message),
-            template_kwargs=body.chat_template_kwargs,
-        )
+        turn = await prepare_turn(context, to_turn(body), sampling)
         request_id = context.claim_id("chatcmpl", request_id_of(body))
-        job = GenerationRequest(request_id, prompt, sampling, priority, body.cache_salt, grammar)
-        reply = ChatReply(request_id, context.model_name, body, prompt)
+        events = generate(context, [turn.generation(request_id, priority, body.cache_salt)])
+        wants = ChatWants(bool(body.logprobs), bool(body.return_token_ids), body.prompt_logprobs is not None)
+        reply = ChatReply(request_id, context.model_name, turn, wants)
         rules = stream_rules(context, body, bool(body.logprobs)) if body.stream else None
-        return await answer(context, request, request_id, generate(context, [job]), reply, rules)
+        return await answer(context, request, request_id, events, reply, rules)
 
     return routes
 
@@ -160,8 +119,6 @@ def parse(fields: dict[str, Any]) -> ChatRequest:
     Raises:
         InvalidRequest: an unknown, refused or malformed field, or two that contradict each other.
     """
-    if fields.get("tools") and fields.get("tool_choice") != "none":
-        raise InvalidRequest(f"tools cannot be used: {_NO_TOOLS}", param="tools", code="unsupported_field")
     body_fields = drop_refused(fields, REFUSED, CHAT_REFUSED)
     check_media(body_fields.get("messages"))
     body = to_struct(body_fields, ChatRequest)
@@ -180,99 +137,26 @@ def parse(fields: dict[str, Any]) -> ChatRequest:
     return body
 
 
-@dataclass(slots=True)
-class _Answer:
-    """One sequence while it grows."""
+def to_turn(body: ChatRequest) -> TurnRequest:
+    """The request in neutral words.
 
-    delta: Delta = field(default_factory=Delta)
-    last: GenerationEvent | None = None
-
-
-class ChatReply:
-    """Writes one request's events as chat chunks or as one chat completion."""
-
-    def __init__(self, request_id: str, model_name: str, body: ChatRequest, prompt_token_ids: list[int]) -> None:
-        self._id = request_id
-        self._model = model_name
-        self._created = int(time.time())
-        self._wants_logprobs = bool(body.logprobs)
-        self._wants_ids = bool(body.return_token_ids)
-        self._wants_prompt_logprobs = body.prompt_logprobs is not None
-        self._prompt_token_ids = prompt_token_ids
-        self._prompt_logprobs: list[LogprobEntry] = []
-        self._answers = [_Answer() for _ in range(body.n or 1)]
-        self._sent_prompt = False
-        self._head = b'data: {"id":%s,"object":"chat.completion.chunk","created":%d,"model":%s' % (
-            encode_json(request_id),
-            self._created,
-            encode_json(model_name),
-        )
-        self._text_heads = [self._head + b',"choices":[{"index":%d,"delta":{"content":' % i for i in range(body.n or 1)]
-
-    def open(self, choice: int, _prompt: int, _event: GenerationEvent) -> bytes:
-        """The role chunk; the first of all carries the prompt's ids when asked."""
-        head = self._head
-        if self._wants_ids and not self._sent_prompt:
-            self._sent_prompt = True
-            head += b',"prompt_token_ids":' + encode_json(self._prompt_token_ids)
-        return (
-            head + b',"choices":[{"index":%d,"delta":{"role":"assistant","content":""},'
-            b'"logprobs":null,"finish_reason":null}]' % choice
-        )
-
-    def text(self, choice: int, text: str) -> bytes:
-        """A chunk of only text."""
-        return self._text_heads[choice] + encode_json(text) + b'},"logprobs":null,"finish_reason":null}]'
-
-    def delta(self, choice: int, delta: Delta) -> bytes:
-        """A chunk with text and what else was asked."""
-        logprobs = encode_json(chat_logprobs(delta.logprobs)) if self._wants_logprobs else b"null"
-        ids = b',"token_ids":' + encode_json(delta.token_ids) if self._wants_ids else b""
-        text = encode_json("".join(delta.text))
-        return self._text_heads[choice] + text + b'},"logprobs":' + logprobs + b',"finish_reason":null' + ids + b"}]"
-
-    def finish(self, choice: int, event: GenerationEvent) -> bytes:
-        """The choice's last chunk."""
-        stop = encode_json(event.stop_reason)
-        return (
-            self._head + b',"choices":[{"index":%d,"delta":{},"logprobs":null,'
-            b'"finish_reason":%s,"matched_stop":%s,"stop_reason":%s}]'
-            % (choice, encode_json(event.finish_reason), stop, stop)
-        )
-
-    def usage(self) -> bytes:
-        """The start of the chunk with no choices."""
-        return self._head + b',"choices":[]'
-
-    def note(self, _prompt: int, event: GenerationEvent) -> None:
-        """Collect an event for the whole answer."""
-        answer = self._answers[event.index]
-        answer.delta.add(event)
-        answer.last = event
-        self._prompt_logprobs += event.prompt_logprobs
-
-    def whole(self, usage: Usage) -> ChatResponse:
-        """The whole answer, after all sequences have ended."""
-        unset = msgspec.UNSET
-        return ChatResponse(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            choices=[self._choice(index) for index in range(len(self._answers))],
-            usage=usage,
-            prompt_logprobs=prompt_logprobs(self._prompt_logprobs) if self._wants_prompt_logprobs else unset,
-            prompt_token_ids=self._prompt_token_ids if self._wants_ids else unset,
-        )
-
-    def _choice(self, index: int) -> ChatChoice:
-        done = self._answers[index]
-        assert done.last is not None and done.last.finish_reason is not None
-        return ChatChoice(
-            index=index,
-            message=AnswerMessage(content="".join(done.delta.text)),
-            logprobs=chat_logprobs(done.delta.logprobs) if self._wants_logprobs else None,
-            finish_reason=done.last.finish_reason,
-            matched_stop=done.last.stop_reason,
-            stop_reason=done.last.stop_reason,
-            token_ids=done.delta.token_ids if self._wants_ids else msgspec.UNSET,
-        )
+    Raises:
+        InvalidRequest: messages, tools or a constraint that cannot be used; names the field.
+    """
+    tools = for_template(body.tools)
+    return TurnRequest(
+        conversation=Conversation(
+            messages=to_template(body.messages),
+            tools=tools,
+            documents=body.documents or (),
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
+            template_kwargs=body.chat_template_kwargs or {},
+        ),
+        choice=choice_of(body.tool_choice, bool(tools)),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning_effort=body.reasoning_effort,
+        separate_reasoning=body.separate_reasoning is not False,
+        stream_reasoning=body.stream_reasoning is not False,
+        grammar=constraint_of(body),
+    )

@@ -35,7 +35,7 @@ from tokenspeed.server.openai.logprobs import (
     prompt_logprobs,
 )
 from tokenspeed.server.openai.prompts import tokenize_prompts
-from tokenspeed.server.openai.streaming import Delta, encode_json
+from tokenspeed.server.openai.streaming import ChoiceWriter, Delta, StreamRules, encode_json
 from tokenspeed.server.openai.usage import Usage
 from tokenspeed.server.schema import documented
 
@@ -43,6 +43,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 COMPLETION_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "suffix": ((None, ""), "fill-in-the-middle is not built yet"),
+    "parallel_tool_calls": ((None, True, False), "completions call no tools"),
     "prompt_embeds": ((None,), "prompts are text or token ids"),
 }
 
@@ -217,6 +218,8 @@ class _Output:
 class CompletionReply:
     """Writes one request's events as completion chunks or as one completion."""
 
+    num_reasoning_tokens = 0
+
     def __init__(
         self, request_id: str, model_name: str, body: CompletionRequest, prompts: list[Prompt], tokenizer: TokenizerFace
     ) -> None:
@@ -239,6 +242,10 @@ class CompletionReply:
             encode_json(model_name),
         )
         self._text_heads = [self._head + b',"choices":[{"index":%d,"text":' % i for i in range(len(self._outputs))]
+
+    def writer(self, rules: StreamRules) -> ChoiceWriter:
+        """Writes the same reply as chunks."""
+        return ChoiceWriter(self, rules)
 
     def open(self, choice: int, prompt: int, event: GenerationEvent) -> bytes | None:
         """The echoed prompt, and the prompt's ids when asked."""

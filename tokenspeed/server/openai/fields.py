@@ -34,7 +34,6 @@ NO_EFFECT = (
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "parallel_tool_calls",
 )
 
 # Known from other servers: (values that change nothing here and are therefore fine, why any other is refused).
@@ -122,7 +121,6 @@ class GenerationFields(ConstraintFields, kw_only=True, forbid_unknown_fields=Tru
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    parallel_tool_calls: bool | None = None
 
 
 def drop_refused(fields: dict[str, Any], *tables: Mapping[str, tuple[tuple[Any, ...], str]]) -> dict[str, Any]:

@@ -9,8 +9,6 @@ import msgspec
 
 from tokenspeed.protocol.errors import InvalidRequest
 
-CHARS_A_VALUE = 16  # what a value costs a template, as characters of text: 300,000 empty messages are no short chat
-
 _OTHER_MEDIA = frozenset(
     {
         "image",
@@ -102,22 +100,6 @@ def to_template(messages: list[Message]) -> list[dict[str, Any]]:
     if not messages:
         raise InvalidRequest("messages is empty, it must hold at least one message", param="messages")
     return [_to_template(message, f"messages[{number}]") for number, message in enumerate(messages)]
-
-
-def num_chars(value: Any) -> int:
-    """About how much JSON-like `value` gives a template to do: its strings' characters, and some for each value."""
-    total = 0
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        total += CHARS_A_VALUE
-        if isinstance(item, str):
-            total += len(item)
-        elif isinstance(item, dict):
-            pending.extend(item.values())
-        elif isinstance(item, list):
-            pending.extend(item)
-    return total
 
 
 def _to_template(message: Message, where: str) -> dict[str, Any]:

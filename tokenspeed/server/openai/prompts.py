@@ -1,4 +1,4 @@
-"""Prompts to token ids: chat messages through the template, completion prompts in their four spellings."""
+"""Completion prompts to token ids, in their four spellings."""
 
 from __future__ import annotations
 
@@ -6,66 +6,8 @@ from typing import Any
 
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.context import ServerContext, off_loop
-from tokenspeed.server.openai.messages import Message, num_chars, to_template
 
 MAX_PROMPTS = 1024
-
-# What render_chat decides itself; a template variable of that name would speak against it.
-_RESERVED_KWARGS = frozenset(
-    {
-        "messages",
-        "tools",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "tokenize",
-        "conversation",
-    }
-)
-
-
-async def render_messages(
-    context: ServerContext,
-    messages: list[Message],
-    *,
-    tools: list[dict[str, Any]] | None,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool,
-    template_kwargs: dict[str, Any] | None,
-) -> list[int]:
-    """The prompt of a conversation.
-
-    Raises:
-        InvalidRequest: messages that cannot be rendered, or options that contradict each other.
-    """
-    if continue_final_message and add_generation_prompt:
-        raise InvalidRequest(
-            "add_generation_prompt and continue_final_message are both true; a prompt ends in one way",
-            param="add_generation_prompt",
-        )
-    plain = to_template(messages)
-    if continue_final_message and plain[-1]["role"] != "assistant":
-        raise InvalidRequest(
-            f"continue_final_message needs a last message of role assistant, it is {plain[-1]['role']}",
-            param="continue_final_message",
-        )
-    for name in sorted(_RESERVED_KWARGS & (template_kwargs or {}).keys()):
-        raise InvalidRequest(
-            f"chat_template_kwargs.{name} cannot be set; the request has a field for it", param="chat_template_kwargs"
-        )
-
-    def render() -> list[int]:
-        return context.client.render_chat(
-            plain,
-            tools=tools,
-            add_generation_prompt=not continue_final_message
-            if add_generation_prompt is None
-            else add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs,
-        )
-
-    return await off_loop(num_chars([plain, tools, template_kwargs]), render)
 
 
 async def tokenize_prompts(

@@ -1,7 +1,8 @@
-"""Events to SSE chunks, for both endpoints: what may be sent when, and the bytes around it.
+"""Events to SSE chunks: what may be sent when, and the bytes around it.
 
-An endpoint gives a `ChunkShape` that writes its own choices; order, stream_interval, usage and the single finish chunk
-per choice live here. The common chunk (text only) is built by joining bytes, about a microsecond.
+An endpoint gives a `Writer`: its own, or `ChoiceWriter` over a `ChunkShape` that writes its choices; there order,
+stream_interval and the single finish chunk per choice live here. The common chunk (text only) is built by joining
+bytes, about a microsecond.
 """
 
 from __future__ import annotations
@@ -78,31 +79,53 @@ class StreamRules:
     continuous_usage: bool
 
 
+class Writer(Protocol):
+    """Turns one event after the other into bytes, whole SSE events each."""
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Output tokens that were reasoning, so far."""
+        ...
+
+    def write(self, prompt: int, event: GenerationEvent, tail: Callable[[], bytes]) -> bytes:
+        """The event's chunks, often none or one; each ends with `tail()`, asked for once the event has been read."""
+        ...
+
+    def usage(self) -> bytes:
+        """The start of the chunk with no choices."""
+        ...
+
+
 async def chunks(
     events: AsyncGenerator[tuple[int, GenerationEvent], None],
-    shape: ChunkShape,
+    writer: Writer,
     rules: StreamRules,
     on_close: Callable[[], None],
 ) -> AsyncGenerator[bytes, None]:
     """Bytes to send, one or more whole SSE events each. Closes `events`, then calls `on_close`, however it ends."""
     meter = UsageMeter()
-    writer = _Writer(shape, rules)
+    plain_tail = b',"usage":null}\n\n' if rules.include_usage else b"}\n\n"
+
+    def usage_tail() -> bytes:
+        return b',"usage":' + encode_json(meter.usage(writer.num_reasoning_tokens)) + b"}\n\n"
+
+    tail = usage_tail if rules.continuous_usage else lambda: plain_tail
     try:
         async with aclosing(events):
             async for prompt, event in events:
                 meter.note(prompt, event)
-                if rules.continuous_usage:
-                    writer.tail = b',"usage":' + encode_json(meter.usage()) + b"}\n\n"
-                if out := writer.write(prompt, event):
+                if out := writer.write(prompt, event, tail):
                     yield out
         if rules.include_usage:
-            yield shape.usage() + b',"usage":' + encode_json(meter.usage()) + b"}\n\n"
+            yield writer.usage() + usage_tail()
     finally:
         on_close()
 
 
-class _Writer:
-    """Turns one event after the other into bytes; holds text back until a chunk has `interval` tokens."""
+class ChoiceWriter:
+    """`Writer` of plain text; holds text back until a chunk has `interval` tokens."""
+
+    num_reasoning_tokens = 0
 
     def __init__(self, shape: ChunkShape, rules: StreamRules) -> None:
         self._shape = shape
@@ -110,26 +133,29 @@ class _Writer:
         self._opened: set[int] = set()
         self._pending: dict[int, Delta] = {}
         self._is_fast = rules.is_plain and rules.interval <= 1
-        self.tail = b',"usage":null}\n\n' if rules.include_usage else b"}\n\n"
 
-    def write(self, prompt: int, event: GenerationEvent) -> bytes:
-        """The event's chunks, often none or one."""
-        choice = prompt * self._rules.n + event.index
+    def write(self, prompt: int, event: GenerationEvent, tail: Callable[[], bytes]) -> bytes:
+        """See `Writer`."""
+        choice, end = prompt * self._rules.n + event.index, tail()
         out = b""
         if choice not in self._opened:
             self._opened.add(choice)
             first = self._shape.open(choice, prompt, event)
-            out = first + self.tail if first is not None else out
+            out = first + end if first is not None else out
         if self._is_fast:
             if event.text:
-                out += self._shape.text(choice, event.text) + self.tail
+                out += self._shape.text(choice, event.text) + end
         else:
-            out += self._gather(choice, event)
+            out += self._gather(choice, event, end)
         if event.finish_reason is not None:
-            out += self._shape.finish(choice, event) + self.tail
+            out += self._shape.finish(choice, event) + end
         return out
 
-    def _gather(self, choice: int, event: GenerationEvent) -> bytes:
+    def usage(self) -> bytes:
+        """See `Writer`."""
+        return self._shape.usage()
+
+    def _gather(self, choice: int, event: GenerationEvent, end: bytes) -> bytes:
         delta = self._pending.setdefault(choice, Delta())
         delta.add(event)
         is_full = delta.num_tokens >= self._rules.interval or event.finish_reason is not None
@@ -137,4 +163,4 @@ class _Writer:
         if not (is_full and has_news):
             return b""
         del self._pending[choice]
-        return self._shape.delta(choice, delta) + self.tail
+        return self._shape.delta(choice, delta) + end

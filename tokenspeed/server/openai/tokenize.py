@@ -11,8 +11,10 @@ from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.body import read_json, to_struct
 from tokenspeed.server.context import ServerContext, off_loop
 from tokenspeed.server.openai.fields import TokenId
-from tokenspeed.server.openai.messages import Message, check_media
-from tokenspeed.server.openai.prompts import encode, render_messages
+from tokenspeed.server.openai.messages import Message, check_media, to_template
+from tokenspeed.server.openai.prompts import encode
+from tokenspeed.server.openai.tools import Tool, for_template
+from tokenspeed.server.rendering import Conversation, render
 from tokenspeed.server.responses import json_response
 from tokenspeed.server.schema import documented
 
@@ -34,7 +36,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
 
 
 class TokenizeResponse(msgspec.Struct, kw_only=True):
@@ -77,14 +79,14 @@ def router(context: ServerContext) -> APIRouter:
         body = _parse(await read_json(request))
         context.check_model(body.model)
         if body.messages is not None:
-            tokens = await render_messages(
-                context,
-                body.messages,
-                tools=body.tools or None,
+            conversation = Conversation(
+                messages=to_template(body.messages),
+                tools=for_template(body.tools),
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=bool(body.continue_final_message),
-                template_kwargs=body.chat_template_kwargs,
+                template_kwargs=body.chat_template_kwargs or {},
             )
+            tokens = await render(context, conversation)
         else:
             [tokens] = await encode(context, [body.prompt or ""], body.add_special_tokens is not False)
         spelled = await off_loop(len(tokens), spell, tokens) if body.return_token_strs else None

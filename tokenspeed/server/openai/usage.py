@@ -13,13 +13,21 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, kw_only=True):
+    """`reasoning_tokens`: output tokens that were reasoning, tags included."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, kw_only=True):
-    """Tokens of a whole request. A prompt counts once, however many sequences it gave."""
+    """Tokens of a whole request. A prompt counts once, however many sequences it gave. The completion's details are
+    there when there was reasoning."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class UsageMeter:
@@ -37,7 +45,7 @@ class UsageMeter:
             self._cached[prompt] = event.num_cached_tokens
         self._outputs[prompt, event.index] = event.num_output_tokens
 
-    def usage(self) -> Usage:
+    def usage(self, num_reasoning_tokens: int = 0) -> Usage:
         """The counts so far."""
         num_prompt = sum(self._prompts.values())
         num_output = sum(self._outputs.values())
@@ -46,4 +54,9 @@ class UsageMeter:
             completion_tokens=num_output,
             total_tokens=num_prompt + num_output,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached.values())),
+            completion_tokens_details=(
+                CompletionTokensDetails(reasoning_tokens=num_reasoning_tokens)
+                if num_reasoning_tokens
+                else msgspec.UNSET
+            ),
         )

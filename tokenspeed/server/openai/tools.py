@@ -1,0 +1,110 @@
+"""Tools in chat requests: wire types, and which of them may be called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.server.turn import ToolChoice
+
+MAX_TOOLS = 1024
+
+# What no format of calls needs for itself. OpenAI allows [a-zA-Z0-9_-]; agents have dots, colons and slashes, too.
+ToolName = Annotated[str, Meta(pattern=r"^[^\s\"'<>{}\[\]()=,|]{1,128}(?!\n)$")]
+
+
+class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A function on offer.
+
+    Fields:
+        parameters: JSON schema of the arguments; none = no arguments are described.
+        strict: arguments obey the schema whenever the call is forced (`tool_choice` required or a function); where the
+            model decides about calls it has no effect.
+    """
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A tool on offer; functions only."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class FunctionName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A function named."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    """`tool_choice`: this function, once."""
+
+    function: FunctionName
+
+
+class AllowedTools(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`mode` as a tool choice, among these tools."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
+    """`tool_choice`: only some of the tools. The prompt shows all of them, so that its prefix stays cached."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoiceField = Literal["none", "auto", "required"] | NamedTool | AllowedChoice
+
+
+def for_template(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
+    """Tools as templates know them: OpenAI's shape, in its usual order of keys, without `strict`.
+
+    Raises:
+        InvalidRequest: too many, or two of one name.
+    """
+    names: set[str] = set()
+    result = []
+    for number, tool in enumerate(tools or ()):
+        name = tool.function.name
+        if name in names:
+            raise InvalidRequest(f"tools holds two functions of the name {name!r}", param=f"tools[{number}]")
+        names.add(name)
+        result.append(msgspec.to_builtins(Tool(type="function", function=_without_strict(tool.function))))
+    if len(result) > MAX_TOOLS:
+        raise InvalidRequest(f"tools holds {len(result)} tools, the limit is {MAX_TOOLS}", param="tools")
+    return result
+
+
+def choice_of(field: ToolChoiceField | None, has_tools: bool) -> ToolChoice:
+    """What may be called.
+
+    Raises:
+        InvalidRequest: a choice without tools.
+    """
+    if not has_tools:
+        if field not in (None, "none"):
+            raise InvalidRequest("tool_choice is only for requests with tools", param="tool_choice")
+        return ToolChoice("none")
+    match field:
+        case NamedTool(function=function):
+            return ToolChoice("required", name=function.name)
+        case AllowedChoice(allowed_tools=allowed):
+            return ToolChoice(allowed.mode, allowed=frozenset(tool.function.name for tool in allowed.tools))
+        case None:
+            return ToolChoice("auto")
+    return ToolChoice(field)
+
+
+def _without_strict(function: FunctionTool) -> FunctionTool:
+    return function if function.strict is None else msgspec.structs.replace(function, strict=None)
