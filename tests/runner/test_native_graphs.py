@@ -100,7 +100,7 @@ def test_the_report_says_what_was_chosen_and_why() -> None:
 
 def test_tables_reach_as_far_as_the_context_that_is_served() -> None:
     """A context longer than the model's (allowed by an environment variable): rotary rows exist for its positions
-    (regression: the table ended at the model's context and the kernel read past it)."""
+    (regression: the table ended at the model's context)."""
     model = msgspec.structs.replace(EXAMPLES["Qwen3ForCausalLM"], max_position=16)
     runner = build_runner(config_of(model, max_model_len=40, dtype="float32", kv_cache_dtype="float32"))
     plans = Plans(num_pages=300)
