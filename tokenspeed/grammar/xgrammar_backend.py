@@ -7,7 +7,9 @@ is refused before (`json_schema`, `patterns`).
 from __future__ import annotations
 
 import re
+import time
 
+import msgspec
 import xgrammar
 
 from tokenspeed.grammar.interface import GrammarError, GrammarOptions, MaskRow, Vocabulary
@@ -17,7 +19,18 @@ MAX_WHITESPACE = 16
 """Characters of white space between two JSON tokens. Small models otherwise write blanks until max_tokens; pretty
 printing needs a line break and the indentation."""
 
+QUICK_S = 0.3
+"""CPU seconds up to which a compilation is simply done twice."""
+
 _ORIGIN = re.compile(r"^\[[^\]]*\] \S+\.(?:cc|h):\d+: ")  # "[07:29:40] /project/cpp/x.cc:94: "
+
+
+class _Portable(msgspec.Struct, array_like=True):
+    """What crosses from the worker: the grammar, and its compiled form where that took long."""
+
+    kind: GrammarKind
+    text: str
+    written: str
 
 
 class XGrammarBackend:
@@ -30,22 +43,38 @@ class XGrammarBackend:
         self._tag_info: xgrammar.TokenizerInfo | None = None
 
     def compile(self, kind: GrammarKind, text: str) -> bytes:
-        """See `interface.Backend.compile`. The first byte tells which vocabulary it belongs to."""
-        is_tag = kind == "structural_tag"
-        compiler = xgrammar.GrammarCompiler(self._info(is_tag), max_threads=1, cache_enabled=False)
+        """See `interface.Backend.compile`. What was quick to compile is compiled again where it is loaded: written down
+        it may be a thousand times its size (256 optional properties: 30 MB, 1.8 s there and back; 0.03 s to compile).
+        """
+        begin_s = time.thread_time()
+        compiled = self._compile(kind, text)
+        is_quick = time.thread_time() - begin_s < QUICK_S
         try:
-            compiled = self._compile(compiler, kind, text)
-        except (RuntimeError, ValueError) as error:
-            raise GrammarError(_reason(error)) from error
-        return (b"t" if is_tag else b"p") + compiled.serialize_json().encode()
+            written = "" if is_quick else str(compiled.serialize_json())
+        except RuntimeError as error:
+            raise GrammarError("it is too large; make it smaller") from error
+        return msgspec.msgpack.encode(_Portable(kind, text, written))
 
     def load(self, compiled: bytes) -> XGrammarCompiled:
         """See `interface.Backend.load`."""
-        info = self._info(compiled[:1] == b"t")
-        grammar = xgrammar.CompiledGrammar.deserialize_json(compiled[1:].decode(), info)
+        portable = msgspec.msgpack.decode(compiled, type=_Portable)
+        if portable.written:
+            info = self._info(portable.kind)
+            grammar = xgrammar.CompiledGrammar.deserialize_json(portable.written, info)
+        else:
+            grammar = self._compile(portable.kind, portable.text)
         return XGrammarCompiled(grammar, self._vocabulary.eos_token_ids)
 
-    def _compile(self, compiler: xgrammar.GrammarCompiler, kind: GrammarKind, text: str) -> xgrammar.CompiledGrammar:
+    def _compile(self, kind: GrammarKind, text: str) -> xgrammar.CompiledGrammar:
+        compiler = xgrammar.GrammarCompiler(self._info(kind), max_threads=1, cache_enabled=False)
+        try:
+            return self._compile_with(compiler, kind, text)
+        except (RuntimeError, ValueError) as error:
+            raise GrammarError(_reason(error)) from error
+
+    def _compile_with(
+        self, compiler: xgrammar.GrammarCompiler, kind: GrammarKind, text: str
+    ) -> xgrammar.CompiledGrammar:
         match kind:
             case "json_schema":
                 free = self._options.any_whitespace
@@ -59,9 +88,9 @@ class XGrammarBackend:
             case "structural_tag":
                 return compiler.compile_structural_tag(text)
 
-    def _info(self, is_tag: bool) -> xgrammar.TokenizerInfo:
+    def _info(self, kind: GrammarKind) -> xgrammar.TokenizerInfo:
         """Structural tags may name special tokens by their spelling, everything else must not see them."""
-        if not is_tag:
+        if kind != "structural_tag":
             return self._text_info
         if self._tag_info is None:
             self._tag_info = _info(self._vocabulary.tokens, self._vocabulary)
