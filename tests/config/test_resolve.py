@@ -229,6 +229,8 @@ def test_server_configuration():
         max_request_mb=0.5,
         drain_timeout=2,
         chat_template="{{ x }}",
+        reasoning_parser="qwen3",
+        tool_call_parser="qwen",
         stream_interval=3,
         enable_metrics=False,
         enable_log_requests=True,
@@ -238,6 +240,7 @@ def test_server_configuration():
     assert (server.host, server.port, server.served_model_names, server.api_keys) == ("0.0.0.0", 0, ("a", "b"), ("k",))
     assert (server.cors_allow_origins, server.max_request_bytes, server.drain_timeout_s) == (("*",), 2**19, 2)
     assert (server.chat_template, server.stream_interval, server.enable_metrics) == ("{{ x }}", 3, False)
+    assert (server.reasoning_parser, server.tool_call_parser) == ("qwen3", "qwen")
     assert (server.log_requests, server.log_level, server.allow_priority) == (True, "warning", False)
 
 
@@ -269,7 +272,8 @@ def test_no_wish_is_ignored():
         "served_model_name": ("x",), "api_key": ("x",), "cors_allow_origins": ("x",), "max_request_mb": 1.0,
         "stream_interval": 2, "chat_template": "{{ x }}", "drain_timeout": 1.0, "log_level": "error",
         "enable_log_requests": True, "enable_metrics": False, "skip_tokenizer_init": True,
-        "kv_cache_dtype": "fp8",
+        "kv_cache_dtype": "fp8", "reasoning_parser": "qwen3", "tool_call_parser": "qwen",
+        "enable_auto_tool_choice": True,
         "grammar_backend": "none", "grammar_compile_timeout_secs": 1.0, "disable_any_whitespace": True,
     }  # fmt: skip
     assert set(other) | acts_elsewhere == {field.name for field in dataclasses.fields(EngineArgs)}

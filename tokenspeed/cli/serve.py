@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from tokenspeed.catalog.chat_templates import builtin_chat_templates
 from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.checkpoint.resolve import resolve_checkpoint, resolve_tokenizer
 from tokenspeed.config.args import EngineArgs, parse_args
@@ -26,6 +27,7 @@ from tokenspeed.observability.logs import configure_logging
 from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.errors import ConfigError
 from tokenspeed.server.app import run_server
+from tokenspeed.server.formats import check_names
 
 SEED_LIMIT = 2**30
 
@@ -53,6 +55,7 @@ def run(argv: Sequence[str]) -> int:
             drawn_seed=secrets.randbelow(SEED_LIMIT),
             allow_longer_context=os.environ.get(LONGER_CONTEXT_VARIABLE, "") in ("1", "true"),
         )
+    check_names(server, model)
     if args.dry_run:
         print("\n".join(describe(engine, server)))
         return 0
@@ -87,12 +90,15 @@ def _find(args: EngineArgs) -> Checkpoint:
 
 
 def _template_text(value: str | None) -> str | None:
-    """`--chat-template` is a file, or the template itself when it holds Jinja braces."""
+    """`--chat-template` is the template itself when it holds Jinja braces, or a file, or the name of one of ours."""
     if value is None or "{{" in value or "{%" in value:
         return value
+    known = builtin_chat_templates()
+    if value in known and not Path(value).exists():
+        return known[value]
     try:
         return Path(value).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--chat-template {value!r} is neither a readable file ({error}) nor a Jinja template"
+            f"--chat-template {value!r} is no readable file ({error}), no Jinja template and none of {', '.join(known)}"
         ) from error

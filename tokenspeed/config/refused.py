@@ -52,10 +52,7 @@ _SERVING = (
         ("--headless", "engine only, without HTTP"),
     ),
     *_all(
-        "reasoning and tool-call parsers are not built yet",
-        ("--reasoning-parser", "parser of reasoning text"),
-        ("--tool-call-parser", "parser of tool calls"),
-        ("--enable-auto-tool-choice", "let the model decide on tool calls"),
+        "tools are called by whoever sends the request; leave the flag out",
         ("--tool-server", "address of built-in tools"),
     ),
     *_all(

@@ -373,6 +373,8 @@ def _without_effect(args: EngineArgs) -> list[Choice]:
     said: list[Choice] = []
     if args.enable_mixed_batch:
         said.append(Choice("--enable-mixed-batch", "on", "prompt and decode tokens always share steps here"))
+    if args.enable_auto_tool_choice:
+        said.append(Choice("--enable-auto-tool-choice", "on", "without tool_choice the model always decides here"))
     if args.disable_kvstore:
         said.append(Choice("--disable-kvstore", "off", "there is no host KV store in this version"))
     return said
@@ -388,6 +390,8 @@ def _server(args: EngineArgs, checkpoint: Checkpoint) -> ServerConfig:
         max_request_bytes=int(args.max_request_mb * 2**20),
         drain_timeout_s=args.drain_timeout,
         chat_template=args.chat_template,
+        reasoning_parser=args.reasoning_parser,
+        tool_call_parser=args.tool_call_parser,
         stream_interval=args.stream_interval,
         enable_metrics=args.enable_metrics,
         allow_priority=args.schedule_policy == "priority",

@@ -76,9 +76,34 @@ class ServerArgs:
         None,
         "--chat-template",
         API,
-        "File with a Jinja chat template, or the template itself.",
+        "File with a Jinja chat template, the template itself, or the name of one that comes with the package "
+        "(`chatml`, `chatml-tools`).",
         metavar="FILE",
         default_text="the model's own",
+    )
+    reasoning_parser: str = flag(
+        "auto",
+        "--reasoning-parser",
+        API,
+        "How the model writes reasoning. `auto` goes by architecture and chat template; `passthrough` leaves it in the "
+        "text. Names: docs/serving/reasoning-and-tools.md.",
+        metavar="NAME",
+    )
+    tool_call_parser: str = flag(
+        "auto",
+        "--tool-call-parser",
+        API,
+        "How the model writes tool calls. `auto` goes by architecture and chat template; `passthrough` leaves them in "
+        "the text. Names: docs/serving/reasoning-and-tools.md.",
+        metavar="NAME",
+    )
+    enable_auto_tool_choice: bool = flag(
+        False,
+        "--enable-auto-tool-choice",
+        API,
+        "Let the model decide about tool calls. Always the case here; accepted so that commands carry over.",
+        kind="on",
+        default_text="always on",
     )
     drain_timeout: float = flag(
         30.0,

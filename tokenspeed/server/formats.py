@@ -9,7 +9,7 @@ from tokenspeed.config.server import ServerConfig
 from tokenspeed.engine.interface import EngineClient
 from tokenspeed.text.parsers.interface import ReasoningFormat, ToolFormat
 from tokenspeed.text.parsers.registry import reasoning_formats, tool_formats
-from tokenspeed.text.parsers.select import AUTO, select_reasoning, select_tools
+from tokenspeed.text.parsers.select import AUTO, HasArchitecture, select_reasoning, select_tools
 
 logger = logging.getLogger("tokenspeed.server")
 
@@ -26,6 +26,16 @@ class Formats:
     reasoning: ReasoningFormat = reasoning_formats()["passthrough"]
     tools: ToolFormat = tool_formats()["passthrough"]
     knows_calls: bool = True
+
+
+def check_names(config: ServerConfig, model: HasArchitecture) -> None:
+    """Find a misspelled flag before the model is loaded.
+
+    Raises:
+        ConfigError: a flag names no format.
+    """
+    select_reasoning(config.reasoning_parser, model, "")
+    select_tools(config.tool_call_parser, model, "")
 
 
 def choose_formats(config: ServerConfig, client: EngineClient) -> Formats:
