@@ -93,7 +93,7 @@ def test_long_text(smollm: Tokenizer) -> None:
 
 
 def test_a_long_text_leaves_other_threads_running(smollm: Tokenizer) -> None:
-    """`tokenizers.Tokenizer.encode` holds the interpreter lock: one prompt of 10 MB stopped the whole server for 8 s."""
+    """`tokenizers.Tokenizer.encode` holds the interpreter lock: one prompt of 10 MB stopped the server for 8 s."""
     encoding = threading.Thread(target=smollm.encode, args=("word " * 100_000,))
     encoding.start()
     num_turns = 0

@@ -1,1 +1,1 @@
-"""The engine: its loop, its process, the channel to it and the client that owns text. See `interface.py` for the face."""
+"""The engine: its loop, process and channel, and the client that owns text. See `interface.py` for the face."""
