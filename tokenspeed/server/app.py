@@ -17,7 +17,7 @@ from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.server import ServerConfig
 from tokenspeed.engine.connect import start_engine
 from tokenspeed.engine.interface import EngineClient
-from tokenspeed.server import admin
+from tokenspeed.server import admin, parse
 from tokenspeed.server.context import ServerContext
 from tokenspeed.server.errors import install_handlers
 from tokenspeed.server.formats import choose_formats
@@ -39,6 +39,10 @@ _WIRE_TYPES = (
     tokenize.TokenizeResponse,
     tokenize.DetokenizeRequest,
     tokenize.DetokenizeResponse,
+    parse.ReasoningRequest,
+    parse.ReasoningResponse,
+    parse.FunctionCallRequest,
+    parse.FunctionCallResponse,
     admin.Status,
     admin.CommandResult,
 )
@@ -56,7 +60,7 @@ def build_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     context = ServerContext(
         client, config, Metrics(client, config.served_model_names[0]), choose_formats(config, client)
     )
-    for room in (chat, completions, models, tokenize, admin):
+    for room in (chat, completions, models, tokenize, parse, admin):
         app.include_router(room.router(context))
     install_handlers(app)
     install_openapi(app, _WIRE_TYPES)
