@@ -18,6 +18,7 @@ from tokenspeed.config.server import ServerConfig
 from tokenspeed.engine.connect import start_engine
 from tokenspeed.engine.interface import EngineClient
 from tokenspeed.server import admin, parse
+from tokenspeed.server.anthropic import messages
 from tokenspeed.server.context import ServerContext
 from tokenspeed.server.errors import install_handlers
 from tokenspeed.server.formats import choose_formats
@@ -26,6 +27,8 @@ from tokenspeed.server.metrics import Metrics
 from tokenspeed.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from tokenspeed.server.openai import chat, chat_answer, completions, models, tokenize
 from tokenspeed.server.openai.fields import NO_EFFECT
+from tokenspeed.server.responses_api import create, stored
+from tokenspeed.server.responses_api.store import ResponseStore
 from tokenspeed.server.schema import install_openapi
 
 _WIRE_TYPES = (
@@ -39,6 +42,9 @@ _WIRE_TYPES = (
     tokenize.TokenizeResponse,
     tokenize.DetokenizeRequest,
     tokenize.DetokenizeResponse,
+    *create.WIRE_TYPES,
+    *stored.WIRE_TYPES,
+    *messages.WIRE_TYPES,
     parse.ReasoningRequest,
     parse.ReasoningResponse,
     parse.FunctionCallRequest,
@@ -60,8 +66,11 @@ def build_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     context = ServerContext(
         client, config, Metrics(client, config.served_model_names[0]), choose_formats(config, client)
     )
-    for room in (chat, completions, models, tokenize, parse, admin):
+    for room in (chat, completions, messages, models, tokenize, parse, admin):
         app.include_router(room.router(context))
+    responses = ResponseStore()
+    for kept in (create, stored):
+        app.include_router(kept.router(context, responses))
     install_handlers(app)
     install_openapi(app, _WIRE_TYPES)
     # The last one added is the outermost: CORS answers preflights, which carry no key.

@@ -1,4 +1,4 @@
-"""Pure ASGI middleware: bearer keys and the body's size limit. (CORS is Starlette's own, pure ASGI as well.)
+"""Pure ASGI middleware: keys and the body's size limit. (CORS is Starlette's own, pure ASGI as well.)
 
 Nothing here wraps `send`, so a streamed token costs these layers nothing and a disconnect reaches the endpoint.
 """
@@ -9,6 +9,7 @@ import hmac
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tokenspeed.server.anthropic import errors as anthropic
 from tokenspeed.server.errors import ErrorBody, ErrorDetail, PayloadTooLarge, error_response
 from tokenspeed.server.responses import json_response
 
@@ -17,25 +18,30 @@ OPEN_PATHS = frozenset({"/health", "/liveness", "/readiness", "/version", "/metr
 
 
 class ApiKeyMiddleware:
-    """Refuses with 401 unless `Authorization: Bearer KEY` names one of the keys. Compares in constant time."""
+    """Refuses with 401 unless `Authorization: Bearer KEY` or `x-api-key: KEY` names one of the keys.
+
+    Compares in constant time.
+    """
 
     def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
         self._app = app
         self._keys = tuple(key.encode() for key in api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_allowed(_header(scope, b"authorization")):
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_allowed(scope):
             await self._app(scope, receive, send)
             return
         await _unauthorized(scope, receive, send)
 
-    def _is_allowed(self, authorization: bytes | None) -> bool:
-        scheme, _, given = (authorization or b"").partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
+    def _is_allowed(self, scope: Scope) -> bool:
+        scheme, _, bearer = (_header(scope, b"authorization") or b"").partition(b" ")
+        given = [bearer] if scheme.lower() == b"bearer" else []
+        if (own := _header(scope, b"x-api-key")) is not None:
+            given.append(own)
         allowed = False
-        for key in self._keys:  # every key is compared, so the time tells nothing of which one was near
-            allowed |= hmac.compare_digest(given.strip(), key)
+        for one in given:
+            for key in self._keys:  # every key is compared, so the time tells nothing of which one was near
+                allowed |= hmac.compare_digest(one.strip(), key)
         return allowed
 
 
@@ -53,7 +59,8 @@ class BodyLimitMiddleware:
         length = _header(scope, b"content-length")
         if length is not None and length.isdigit():
             if int(length) > self._max_bytes:
-                await error_response(self._too_large(f"{int(length)} bytes"))(scope, receive, send)
+                respond = anthropic.error_response if _speaks_anthropic(scope) else error_response
+                await respond(self._too_large(f"{int(length)} bytes"))(scope, receive, send)
                 return
             await self._app(scope, receive, send)  # the HTTP parser holds the client to its Content-Length
             return
@@ -87,9 +94,19 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
     return None
 
 
+def _speaks_anthropic(scope: Scope) -> bool:
+    """The path's endpoint has errors in Anthropic's shape."""
+    path: str = scope["path"]
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
 async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
+    message = "this server asks for a key: send the header 'Authorization: Bearer KEY' with one given to --api-key"
+    if _speaks_anthropic(scope):
+        await anthropic.unauthorized(message)(scope, receive, send)
+        return
     detail = ErrorDetail(
-        message="this server asks for a key: send the header 'Authorization: Bearer KEY' with one given to --api-key",
+        message=message,
         type="invalid_request_error",
         code="invalid_api_key",
     )

@@ -1,0 +1,48 @@
+"""Content blocks of `/v1/messages`, as they are sent and as they are answered. Wire types only.
+
+`cache_control` is taken everywhere and changes nothing: every prompt's prefix is cached without being asked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+CacheControl = dict[str, Any] | None
+
+
+class TextBlock(msgspec.Struct, tag_field="type", tag="text", kw_only=True, forbid_unknown_fields=True):
+    """Text."""
+
+    text: str
+    cache_control: CacheControl | msgspec.UnsetType = msgspec.UNSET
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", kw_only=True, forbid_unknown_fields=True):
+    """The model's reasoning. With `display` "omitted" its text is only in the signature."""
+
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", kw_only=True, forbid_unknown_fields=True):
+    """The model's wish to call a tool."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | msgspec.UnsetType = msgspec.UNSET
+
+
+class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", kw_only=True, forbid_unknown_fields=True):
+    """What the tool gave. A result with `is_error` begins with "Error: " for the model."""
+
+    tool_use_id: str
+    content: str | list[TextBlock] = ""
+    is_error: bool = False
+    cache_control: CacheControl | msgspec.UnsetType = msgspec.UNSET
+
+
+InputBlock = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+OutputBlock = TextBlock | ThinkingBlock | ToolUseBlock

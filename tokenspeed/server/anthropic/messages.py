@@ -1,0 +1,195 @@
+"""POST /v1/messages and /v1/messages/count_tokens, in Anthropic's shapes, both ways."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from tokenspeed.grammar.json_schema import rewrite_schema
+from tokenspeed.protocol.errors import InvalidRequest, TokenSpeedError
+from tokenspeed.protocol.grammar import GrammarSpec
+from tokenspeed.protocol.sampling import SamplingParams
+from tokenspeed.server.anthropic.conversation import chat_tools, to_messages
+from tokenspeed.server.anthropic.errors import AnthropicError, answer_error, encode_error, error_event
+from tokenspeed.server.anthropic.events import Event, MessageObject, MessageWriter, StopDelta, sse, to_usage
+from tokenspeed.server.anthropic.request import MessagesRequest, PromptFields, parse, parse_count
+from tokenspeed.server.body import read_json
+from tokenspeed.server.context import ServerContext
+from tokenspeed.server.openai.fields import GenerationFields, to_sampling
+from tokenspeed.server.rendering import Conversation
+from tokenspeed.server.responses import json_response
+from tokenspeed.server.schema import documented
+from tokenspeed.server.turn import ToolChoice, TurnRequest, prepare_turn
+from tokenspeed.server.turn_news import News, event_stream, turn_news, whole_answer
+
+logger = logging.getLogger("tokenspeed.server")
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class TokenCount(msgspec.Struct, kw_only=True):
+    """How long a prompt is."""
+
+    input_tokens: int
+
+
+WIRE_TYPES = (MessagesRequest, MessageObject, PromptFields, TokenCount, AnthropicError)
+
+
+def router(context: ServerContext) -> APIRouter:
+    """The endpoints, bound to a server."""
+    routes = APIRouter()
+
+    async def create(request: Request) -> Response:
+        context.check_accepting()
+        body = parse(await read_json(request))
+        context.check_model(body.model)
+        sampling = _sampling(context, body)
+        turn = await prepare_turn(context, _turn_request(body), sampling)
+        message_id = context.claim_id("msg", f"msg_{uuid.uuid4().hex}")
+        news = turn_news(context, turn.generation(message_id), turn.reader())
+        omits = body.thinking is not None and body.thinking.display == "omitted"
+        writer = MessageWriter(message_id, context.model_name, omits)
+        headers = {"x-request-id": message_id, "request-id": message_id}
+        if body.stream:
+            return await event_stream(request, _events(news, writer), encode_error, headers)
+        return json_response(await whole_answer(request, _whole(news, writer)), headers=headers)
+
+    async def count(request: Request) -> Response:
+        body = parse_count(await read_json(request))
+        context.check_model(body.model)
+        turn = await prepare_turn(context, _turn_request(body), SamplingParams())
+        return json_response(TokenCount(input_tokens=len(turn.prompt_token_ids)))
+
+    @routes.post(
+        "/v1/messages",
+        **documented("Anthropic", MessagesRequest, MessageObject, streams=True, error=AnthropicError),
+    )
+    async def create_message(request: Request) -> Response:
+        """Answer a conversation, whole or as a stream of typed events."""
+        return await _in_shape(create, request)
+
+    @routes.post("/v1/messages/count_tokens", **documented("Anthropic", PromptFields, TokenCount, error=AnthropicError))
+    async def count_tokens(request: Request) -> Response:
+        """How many tokens a conversation's prompt has."""
+        return await _in_shape(count, request)
+
+    return routes
+
+
+async def _in_shape(endpoint: Endpoint, request: Request) -> Response:
+    try:
+        return await endpoint(request)
+    except Exception as error:
+        return answer_error(error)
+
+
+def _sampling(context: ServerContext, body: MessagesRequest) -> SamplingParams:
+    fields = GenerationFields(
+        temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences
+    )
+    model = context.client.model_config
+    try:
+        return to_sampling(fields, model, max_tokens=body.max_tokens, logprobs=None, prompt_logprobs=None)
+    except InvalidRequest as error:
+        if error.param != "stop":
+            raise
+        raise InvalidRequest(error.message.replace("stop", "stop_sequences", 1), param="stop_sequences") from None
+
+
+def _turn_request(body: PromptFields) -> TurnRequest:
+    messages = to_messages(body)
+    choice = body.tool_choice
+    thinking = body.thinking.type if body.thinking is not None else "adaptive"
+    config = body.output_config
+    return TurnRequest(
+        conversation=Conversation(
+            messages=messages,
+            tools=chat_tools(body.tools or []),
+            continue_final_message=messages[-1]["role"] == "assistant",
+        ),
+        choice=_choice(body),
+        parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
+        thinking=None if thinking == "adaptive" else thinking == "enabled",
+        reasoning_effort=config.effort if config is not None else None,
+        grammar=_grammar(body),
+    )
+
+
+def _choice(body: PromptFields) -> ToolChoice:
+    match body.tool_choice.type if body.tool_choice is not None else "auto":
+        case "none":
+            return ToolChoice("none")
+        case "any":
+            return ToolChoice("required")
+        case "tool":
+            assert body.tool_choice is not None
+            return ToolChoice("required", body.tool_choice.name)
+        case _:
+            return ToolChoice()
+
+
+def _grammar(body: PromptFields) -> GrammarSpec | None:
+    if body.output_config is None or body.output_config.format is None:
+        return None
+    param = "output_config.format"
+    schema = rewrite_schema(body.output_config.format.schema, f"{param}.schema")
+    return GrammarSpec(kind="json_schema", text=json.dumps(schema), param=param)
+
+
+async def _events(news: AsyncGenerator[News, None], writer: MessageWriter) -> AsyncGenerator[bytes, None]:
+    """The message's events. Before the first, errors are raised; then they are its last event."""
+    is_first = True
+    try:
+        async with aclosing(news):
+            async for each in news:
+                counts = each.counts
+                events = []
+                if is_first:
+                    events = writer.start(to_usage(counts.num_prompt, counts.num_cached, counts.num_output, None))
+                events += writer.feed(each.deltas)
+                if each.finish_reason is not None:
+                    events += _finish(each, writer)
+                is_first = False
+                if events:
+                    yield sse(events)
+    except Exception as error:
+        if is_first:
+            raise
+        if not isinstance(error, TokenSpeedError):  # a bug of ours; nobody else would log it
+            logger.error("a stream failed", exc_info=error)
+        yield error_event(error)
+
+
+async def _whole(news: AsyncGenerator[News, None], writer: MessageWriter) -> MessageObject:
+    async with aclosing(news):
+        async for each in news:
+            writer.feed(each.deltas)
+            if each.finish_reason is not None:
+                _finish(each, writer)
+    assert writer.message is not None, "the news ended without a finish"
+    return writer.message
+
+
+def _finish(last: News, writer: MessageWriter) -> list[Event]:
+    counts = last.counts
+    usage = to_usage(counts.num_prompt, counts.num_cached, counts.num_output, counts.num_reasoning)
+    return writer.finish(_stop(last), usage)
+
+
+def _stop(last: News) -> StopDelta:
+    match last.finish_reason:
+        case "length":
+            return StopDelta(stop_reason="max_tokens")
+        case "tool_calls":
+            return StopDelta(stop_reason="tool_use")
+        case _ if last.stop_text is not None:
+            return StopDelta(stop_reason="stop_sequence", stop_sequence=last.stop_text)
+        case _:
+            return StopDelta(stop_reason="end_turn")

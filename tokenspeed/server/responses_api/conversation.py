@@ -1,0 +1,198 @@
+"""Items to what a chat template sees, and an input's raw JSON to items."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.server.blocks import json_object
+from tokenspeed.server.carried import unpack
+from tokenspeed.server.responses_api.items import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    InputText,
+    Item,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+)
+
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+_PARTS = ("input_text", "output_text")
+
+ChatMessage = dict[str, Any]
+
+
+def plain_input(value: Any) -> Any:
+    """An input's JSON as `to_struct` takes it: text as one user message, `type` where a message left it out, and no
+    null fields (an SDK writes null for what it knows and has not).
+
+    Raises:
+        InvalidRequest: an item or a content part of a kind that is not served; names it.
+    """
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list):
+        return value
+    return [_plain_item(item, f"input[{number}]") for number, item in enumerate(value)]
+
+
+def to_keep(items: Sequence[Item]) -> tuple[Item, ...]:
+    """The items as they are kept and listed: each with an id and a status, contents as parts."""
+    kept: list[Item] = []
+    for item in items:
+        new_id = item.id or f"{_ID_PREFIXES[str(item.__struct_config__.tag)]}_{uuid.uuid4().hex}"
+        changes: dict[str, Any] = {"id": new_id, "status": item.status or "completed"}
+        if isinstance(item, MessageItem) and isinstance(item.content, str):
+            part = OutputText if item.role == "assistant" else InputText
+            changes["content"] = [part(text=item.content)]
+        kept.append(msgspec.structs.replace(item, **changes))
+    return tuple(kept)
+
+
+def to_messages(items: Sequence[Item], instructions: str | None, num_earlier: int = 0) -> list[ChatMessage]:
+    """A conversation as a chat template sees it.
+
+    What an assistant did in a row (reasoning, then text, then calls) is one message, and so are instructions and system
+    and developer messages at the start: templates know it that way. A call that was cut off is left out.
+
+    Args:
+        num_earlier: how many items are from stored responses; only for the names in errors.
+    Raises:
+        InvalidRequest: no items, an output of a call that is not in the conversation, arguments that are no JSON
+            object, or reasoning that cannot be read.
+    """
+    if not items:
+        raise InvalidRequest("input is empty, it must hold at least one item", param="input")
+    talk = _Talk()
+    if instructions is not None:
+        talk.add_message("system", instructions)
+    for number, item in enumerate(items):
+        talk.add(item, f"input[{number - num_earlier}]" if number >= num_earlier else "previous_response_id")
+    return _with_joined_start(talk.messages)
+
+
+class _Talk:
+    """Messages while items come."""
+
+    def __init__(self) -> None:
+        self.messages: list[ChatMessage] = []
+        self._assistant: ChatMessage | None = None  # the last message, when it can still take more
+        self._call_ids: set[str] = set()
+
+    def add(self, item: Item, where: str) -> None:
+        match item:
+            case MessageItem(role="assistant"):
+                self._before_output()["content"] = _text(item.content)
+            case MessageItem():
+                # Families served here have no developer role of their own; OpenAI defines it as the newer system role.
+                self.add_message("system" if item.role == "developer" else item.role, _text(item.content))
+            case ReasoningItem():
+                message = self._before_output()
+                message["reasoning_content"] = message.get("reasoning_content", "") + _reasoning(item, where)
+            case FunctionCallItem():
+                self._add_call(item, where)
+            case FunctionCallOutputItem():
+                if item.call_id not in self._call_ids:
+                    raise InvalidRequest(
+                        f"{where}: there is no function_call with call_id {item.call_id[:100]!r} before its output",
+                        param=f"{where}.call_id",
+                    )
+                self.add_message("tool", _text(item.output), tool_call_id=item.call_id)
+
+    def add_message(self, role: str, content: str, tool_call_id: str | None = None) -> None:
+        self._assistant = None
+        answers = {} if tool_call_id is None else {"tool_call_id": tool_call_id}
+        self.messages.append({"role": role, "content": content, **answers})
+
+    def _add_call(self, item: FunctionCallItem, where: str) -> None:
+        arguments = json_object(item.arguments or "{}")
+        if arguments is None and item.status == "incomplete":
+            return
+        if arguments is None:
+            raise InvalidRequest(
+                f"{where}.arguments must be a JSON object written as a string", param=f"{where}.arguments"
+            )
+        self._call_ids.add(item.call_id)
+        message = self._assistant if self._assistant is not None else self._new_assistant()
+        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
+        message.setdefault("tool_calls", []).append(call)
+
+    def _before_output(self) -> ChatMessage:
+        """The assistant's message that has neither text nor calls yet, or a new one."""
+        message = self._assistant
+        if message is None or message["content"] or "tool_calls" in message:
+            message = self._new_assistant()
+        return message
+
+    def _new_assistant(self) -> ChatMessage:
+        self._assistant = {"role": "assistant", "content": ""}
+        self.messages.append(self._assistant)
+        return self._assistant
+
+
+def _with_joined_start(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Most templates know a system message only at the very start, and only one."""
+    num = 0
+    while num < len(messages) and messages[num]["role"] == "system":
+        num += 1
+    if num < 2:
+        return messages
+    return [{"role": "system", "content": "\n\n".join(each["content"] for each in messages[:num])}, *messages[num:]]
+
+
+def _reasoning(item: ReasoningItem, where: str) -> str:
+    if item.content:
+        return "".join(part.text for part in item.content)
+    if item.encrypted_content is not None:
+        text = unpack(item.encrypted_content)
+        if text is None:
+            raise InvalidRequest(
+                f"{where}.encrypted_content was not written by this server; leave the item out",
+                param=f"{where}.encrypted_content",
+            )
+        return text
+    return "\n".join(part.text for part in item.summary)
+
+
+def _text(content: str | Sequence[InputText | OutputText]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _plain_item(item: Any, where: str) -> Any:
+    if not isinstance(item, dict):
+        return item
+    plain = {key: value for key, value in item.items() if value is not None}
+    if "type" not in plain and "role" in plain:
+        plain = {"type": "message", **plain}
+    kind = plain.get("type")
+    if isinstance(kind, str) and kind not in _ID_PREFIXES:
+        hint = "send the item itself, or previous_response_id" if kind == "item_reference" else "leave it out"
+        raise InvalidRequest(
+            f"{where} is of type {kind[:80]!r}; there are only {', '.join(_ID_PREFIXES)}; {hint}",
+            param=f"{where}.type",
+            code="unsupported_content",
+        )
+    for name in ("content", "output"):
+        if kind != "reasoning" and isinstance(plain.get(name), list):
+            plain[name] = [_plain_part(part, f"{where}.{name}[{place}]") for place, part in enumerate(plain[name])]
+    return plain
+
+
+def _plain_part(part: Any, where: str) -> Any:
+    if not isinstance(part, dict):
+        return part
+    kind = part.get("type")
+    if isinstance(kind, str) and kind not in _PARTS:
+        raise InvalidRequest(
+            f"{where} is of type {kind[:80]!r}; this model takes text only ({', '.join(_PARTS)})",
+            param=f"{where}.type",
+            code="unsupported_content",
+        )
+    if part.get("annotations"):
+        raise InvalidRequest(f"{where}.annotations cannot be used: it must be empty", param=f"{where}.annotations")
+    return {key: value for key, value in part.items() if value is not None}

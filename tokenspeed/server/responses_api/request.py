@@ -1,0 +1,219 @@
+"""The request of `/v1/responses`: its wire type, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tokenspeed.grammar.json_schema import rewrite_schema
+from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.protocol.grammar import GrammarSpec
+from tokenspeed.server.body import to_struct
+from tokenspeed.server.openai.constraint import ANY_OBJECT
+from tokenspeed.server.openai.fields import CacheSalt, GenerationFields, Int32, Int64, drop_refused
+from tokenspeed.server.responses_api.conversation import plain_input
+from tokenspeed.server.responses_api.items import Item
+from tokenspeed.server.responses_api.response import FunctionTool, ReasoningConfig, TextConfig
+from tokenspeed.server.turn import ToolChoice
+
+CARRIED_REASONING = "reasoning.encrypted_content"
+
+# (values that change nothing here, why any other is refused)
+RESPONSES_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "background": ((None, False), "responses are made while the client waits"),
+    "background_options": ((None,), "responses are made while the client waits"),
+    "context_management": ((None, []), "compaction is the client's"),
+    "conversation": ((None,), "use previous_response_id, or send all items"),
+    "max_tool_calls": ((None,), "it limits built-in tools, and there are none"),
+    "moderation": ((None,), "there is no moderation"),
+    "prompt": ((None,), "prompt templates are not stored here; send instructions and input"),
+    "prompt_cache_options": ((None,), "the prefix cache needs no options"),
+    "service_tier": ((None, "auto", "default"), "there is only the default tier"),
+    "top_logprobs": ((None, 0), "use /v1/chat/completions"),
+    "truncation": ((None, "disabled"), "nothing is dropped from an input that is too long; shorten it"),
+}
+
+
+class ResponseStreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`stream_options`. Events are never padded: include_obfuscation is only false."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A request for a response. Taken without any effect on what is generated: metadata, user, safety_identifier,
+    prompt_cache_key, prompt_cache_retention.
+
+    Fields (those that OpenAI's reference does not tell):
+        include: only "reasoning.encrypted_content".
+        tool_choice: none, auto, required, `{"type": "function", "name": ...}` or `{"type": "allowed_tools", ...}`.
+        top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, seed, ignore_eos, priority, cache_salt,
+            chat_template_kwargs: as in chat completions.
+    """
+
+    input: list[Item]
+    model: str | None = None
+    instructions: str | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Int64 | None = None
+    ignore_eos: bool | None = None
+    priority: Int32 | None = None
+    cache_salt: CacheSalt | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def parse(fields: dict[str, Any]) -> ResponsesRequest:
+    """The body as a typed request.
+
+    Raises:
+        InvalidRequest: an unknown, refused or malformed field.
+    """
+    plain = dict(drop_refused(fields, RESPONSES_REFUSED))
+    if "input" not in plain:
+        raise InvalidRequest("the field 'input' is required", param="input", code="missing_field")
+    plain["input"] = plain_input(plain["input"])
+    for number, tool in enumerate(plain["tools"] if isinstance(plain.get("tools"), list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise InvalidRequest(
+                f"tools[{number}] is of type {kind[:80]!r}; only tools of type function are offered, which the client "
+                "runs itself",
+                param=f"tools[{number}].type",
+                code="unsupported_tool",
+            )
+    body = to_struct(plain, ResponsesRequest)
+    for name in body.include or ():
+        if name != CARRIED_REASONING:
+            raise InvalidRequest(
+                f"include holds {name[:80]!r}, there is only {CARRIED_REASONING!r}",
+                param="include",
+                code="unsupported_field",
+            )
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options is only for stream = true", param="stream_options")
+    _check_metadata(body.metadata or {})
+    _check_format(body.text)
+    return body
+
+
+def generation_fields(body: ResponsesRequest) -> GenerationFields:
+    """The request's sampling fields as chat's `to_sampling` reads them."""
+    return GenerationFields(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        seed=body.seed,
+        ignore_eos=body.ignore_eos,
+        priority=body.priority,
+    )
+
+
+def to_choice(body: ResponsesRequest) -> ToolChoice:
+    """`tool_choice` in neutral words.
+
+    Raises:
+        InvalidRequest: none of its spellings.
+    """
+    match body.tool_choice:
+        case None | "auto":
+            return ToolChoice()
+        case "none":
+            return ToolChoice("none")
+        case "required":
+            return ToolChoice("required")
+        case {"type": "function", "name": str() as name}:
+            return ToolChoice("required", name)
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list() as tools}:
+            names = [tool.get("name") for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
+            if len(names) == len(tools) and all(isinstance(name, str) for name in names):
+                return ToolChoice("required" if mode == "required" else "auto", allowed=frozenset(map(str, names)))
+    raise InvalidRequest(
+        'tool_choice must be "none", "auto", "required", {"type": "function", "name": ...} or '
+        '{"type": "allowed_tools", "mode": "auto" or "required", "tools": [{"type": "function", "name": ...}]}',
+        param="tool_choice",
+    )
+
+
+def to_grammar(text: TextConfig | None) -> GrammarSpec | None:
+    """What the answer's text has to obey.
+
+    Raises:
+        InvalidRequest: a schema that cannot be enforced; names the keyword.
+    """
+    if text is None or text.format.type == "text":
+        return None
+    param = "text.format.schema"
+    schema = ANY_OBJECT if text.format.type == "json_object" else text.format.schema
+    return GrammarSpec(kind="json_schema", text=json.dumps(rewrite_schema(schema, param)), param="text.format")
+
+
+def chat_tools(tools: list[FunctionTool]) -> list[dict[str, Any]]:
+    """Tools in the shape of chat completions, which templates and parsers read."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                **({} if tool.description is None else {"description": tool.description}),
+                "parameters": tool.parameters or {"type": "object", "properties": {}},
+                **({} if tool.strict is None else {"strict": tool.strict}),
+            },
+        }
+        for tool in tools
+    ]
+
+
+def _check_format(text: TextConfig | None) -> None:
+    if text is None:
+        return
+    given = text.format
+    is_schema = given.type == "json_schema"
+    for name in ("name", "schema"):
+        if is_schema and getattr(given, name) is msgspec.UNSET:
+            raise InvalidRequest(f"text.format.{name} is required with json_schema", param=f"text.format.{name}")
+    for name in ("name", "schema", "description", "strict"):
+        if not is_schema and getattr(given, name) is not msgspec.UNSET:
+            raise InvalidRequest(f"text.format.{name} is only for json_schema", param=f"text.format.{name}")
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    """OpenAI's bounds; metadata is kept with the response."""
+    if len(metadata) > 16:
+        raise InvalidRequest(f"metadata has {len(metadata)} pairs, the limit is 16", param="metadata")
+    for key, value in metadata.items():
+        if len(key) > 64 or len(value) > 512:
+            raise InvalidRequest(
+                f"metadata[{key[:64]!r}]: the key has {len(key)} characters, the limit is 64; the value {len(value)}, "
+                "the limit is 512",
+                param="metadata",
+            )

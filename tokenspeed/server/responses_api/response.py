@@ -1,0 +1,125 @@
+"""The `response` object of `/v1/responses`. Wire types only."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from tokenspeed.server.responses_api.items import OutputItem
+
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class FunctionTool(msgspec.Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
+    """A function on offer. `parameters` is a JSON schema.
+
+    Fields:
+        strict: arguments obey the schema whenever a call is forced (`tool_choice` required or a function). With "auto"
+            it changes nothing.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The form of the answer's text. All but `type` is for `json_schema`."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    schema: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    description: str | msgspec.UnsetType | None = msgspec.UNSET
+    strict: bool | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`text`: the form of the answer. `verbosity` is only "medium", the model's own."""
+
+    format: TextFormat = msgspec.field(default_factory=TextFormat)
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`reasoning`.
+
+    Fields:
+        effort: none and minimal turn thinking off; the others go to the chat template.
+        summary: only "auto", which gives what there is: no summary, for the reasoning itself is in the answer.
+    """
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = None
+
+
+class InputTokensDetails(msgspec.Struct, kw_only=True):
+    """`cached_tokens` were found in the prefix cache. Nothing is charged for writing it, so that count is 0."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct, kw_only=True):
+    """`reasoning_tokens` of the output were reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True):
+    """What the response took."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct, kw_only=True):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct, kw_only=True):
+    """Why a response ended early."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseObject(msgspec.Struct, kw_only=True, frozen=True):
+    """A response, at one moment of its life."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: ResponseStatus
+    completed_at: int | None = None
+    background: bool = False
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: None = None
+    model: str
+    output: tuple[OutputItem, ...] = ()
+    parallel_tool_calls: bool
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    reasoning: ReasoningConfig
+    safety_identifier: str | None = None
+    service_tier: str = "default"
+    store: bool
+    temperature: float
+    text: TextConfig
+    tool_choice: str | dict[str, Any]
+    tools: list[FunctionTool]
+    top_logprobs: int = 0
+    top_p: float
+    truncation: str = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None = None
+    metadata: dict[str, str]
