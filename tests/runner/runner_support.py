@@ -56,7 +56,13 @@ class SumModel:
     def bind_kv(self, pool: list[LayerKV]) -> None:
         (self._kv,) = pool
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """[T, 2]: the sum of the sequence up to the token, and 1 where it holds the poison."""
         assert self._kv is not None
         self.num_forwards += 1
@@ -74,7 +80,8 @@ class SumModel:
             first = length - (end - start)
             assert positions[start:end].tolist() == list(range(first, length))
             rows.append(torch.stack([sums[first:], poisoned[first:].float()], dim=1))
-        return torch.cat(rows)
+        hidden = torch.cat(rows)
+        return hidden if wanted is None else hidden[wanted]
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = torch.zeros(hidden.shape[0], VOCAB)

@@ -9,7 +9,7 @@ from runner_support import GREEDY, VOCAB, LateTape, Plans, SumModel, next_sums, 
 
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, Row, StepPlan, StepResult, TokenLogprobs
-from tokenspeed.runner.model_runner import ModelRunner
+from tokenspeed.runner.model_runner import MIN_PROMPT_ROWS, ModelRunner
 
 POISON = VOCAB - 1
 RECORDERS = {"plain": None, "recorded": 8, "recorded-to-2": 2, "eager": 8}
@@ -71,7 +71,7 @@ def test_decode_rows_are_computed_apart_where_they_have_kernels_of_their_own() -
         do(runner, plans.step([plans.admit(1, [4, 5])], [plans.decode(0), plans.row(1, 2)]))
         sizes[name] = list(model.forward_sizes)
         runner.close()
-    assert sizes == {"none": [3], "graphs": [1, 2], "eager": [1, 2]}
+    assert sizes == {"none": [3], "graphs": [1, MIN_PROMPT_ROWS], "eager": [1, MIN_PROMPT_ROWS]}
 
 
 def test_only_prompt_chunks_sample_nothing(made: tuple[ModelRunner, SumModel]) -> None:
@@ -195,7 +195,7 @@ def test_prompt_logprobs_across_chunks(made: tuple[ModelRunner, SumModel], chunk
 
 def test_prompt_logprobs_of_a_long_prompt_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of a whole prompt never exist at once."""
-    monkeypatch.setattr("tokenspeed.runner.model_runner._PROMPT_LOGPROB_ROWS", 3)
+    monkeypatch.setattr("tokenspeed.runner.prompt_logprobs.ROWS", 3)
     runner, model = sum_runner()
     sizes: list[int] = []
     whole = model.head

@@ -6,6 +6,7 @@ about one model or one device (models/, kernels/).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,12 +22,17 @@ from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprobs
 from tokenspeed.runner.constraints import Constraints
 from tokenspeed.runner.device_state import DeviceState
+from tokenspeed.runner.prompt_logprobs import PromptLogprobs
 from tokenspeed.runner.step_graphs import StepGraphs
-from tokenspeed.sampling.logprobs import token_logprobs
 from tokenspeed.sampling.masks import TokenMasks
 from tokenspeed.sampling.sampler import Sampler
 
-MAX_GRAPH_ROWS = 32  # above this a dense bf16 matmul beats the quantized kernels, and dispatch no longer counts
+MAX_GRAPH_ROWS = 32
+"""Decode rows that a graph is recorded for, where the kernels allow that many."""
+
+MIN_PROMPT_ROWS = 65
+"""Kernels for few rows serve at most 64. A step's prompt rows are filled up to this many, so that they always go
+through the kernels for many, whoever shares the step: the same seed gives the same text whatever the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +67,15 @@ class ModelRunner:
         self._constraints = Constraints(grammars, vocab_size)
         page_size = groups[0].page_size
         scratch_page = groups[0].num_pages
-        self._state = DeviceState(limits.max_num_seqs, limits.max_model_len, page_size, scratch_page, ops.device)
+        # The slot after the last is scratch: rows that fill a step up. Its page table names the scratch page.
+        self._scratch_slot = limits.max_num_seqs
+        num_slots = limits.max_num_seqs + 1
+        self._state = DeviceState(num_slots, limits.max_model_len, page_size, scratch_page, ops.device)
         self._sampler = Sampler(limits.max_num_seqs, vocab_size, ops.device)
-        self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # slot -> (prompt_len, how many alternatives)
+        self._prompts = PromptLogprobs(model, self._state.token_ids)
         self._graphs: StepGraphs | None = None
         self._splits_steps = ops.recorder is not None
+        self._decode_rows = _decode_rows(ops)
         if ops.recorder is not None and not enforce_eager:
             max_pages = self._state.page_table.shape[1]
             self._graphs = StepGraphs(model, backend, ops.recorder, max_pages, scratch_page * page_size)
@@ -119,27 +129,25 @@ class ModelRunner:
             self._state.admit(admission)
             self._sampler.admit(admission)
             self._constraints.admit(admission)
-            wanted = admission.sampling.prompt_logprobs
-            if wanted is None:
-                self._prompt_logprobs.pop(admission.slot, None)
-            else:
-                self._prompt_logprobs[admission.slot] = (admission.prompt_len, wanted)
+            self._prompts.admit(admission)
         self._state.grow(plan.rows)
 
         num_decodes = sum(row.is_decode for row in plan.rows)
         decodes, others = plan.rows[:num_decodes], plan.rows[num_decodes:]
         # Where few rows have kernels of their own (which is where steps are recorded), decode rows keep to them
-        # whatever else the step holds, so that a sequence's text does not depend on who else is being prefilled.
-        if not self._splits_steps or num_decodes > MAX_GRAPH_ROWS:
+        # whatever else the step holds, so that a sequence's text does not depend on who else is in it.
+        if not self._splits_steps:
             decodes, others = [], plan.rows
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         logits: list[torch.Tensor] = []
-        if self._graphs is not None and self._graphs.covers(len(decodes)):
-            logits.append(self._graphs.run(self._state.gather(decodes)).float())
-        elif decodes:
-            logits.append(self._eager(decodes, prompt_logprobs))
+        for first in range(0, len(decodes), self._decode_rows):
+            rows = decodes[first : first + self._decode_rows]
+            if self._graphs is not None and self._graphs.covers(len(rows)):
+                logits.append(self._graphs.run(self._state.gather(rows)).float())
+            else:
+                logits.append(self._eager(rows, prompt_logprobs))
         if others:
-            logits.append(self._eager(others, prompt_logprobs))
+            logits.append(self._eager(self._filled_up(others), prompt_logprobs))
         together = logits[0] if len(logits) == 1 else torch.cat(logits)  # a cat of one would copy it
         return StepResult(plan.step_id, self._sample(plan.rows, together, prompt_logprobs))
 
@@ -151,30 +159,37 @@ class ModelRunner:
         finally:
             torch.set_num_threads(1)
 
+    def _filled_up(self, rows: list[Row]) -> list[Row]:
+        """Prompt rows, with scratch tokens behind them where there are few and few would take other kernels."""
+        missing = MIN_PROMPT_ROWS - sum(row.num_tokens for row in rows)
+        if not self._splits_steps or missing <= 0:
+            return rows
+        longest = self._limits.max_model_len
+        lengths = [longest] * (missing // longest) + [missing % longest]
+        return rows + [Row(self._scratch_slot, 0, length, ([],), False, False) for length in lengths if length]
+
     def _forward(self, rows: list[Row], prompt_logprobs: dict[int, list[TokenLogprobs]]) -> torch.Tensor:
         inputs = self._state.gather(rows)
         self._backend.plan(inputs.batch)
         hidden = self._model.forward(inputs.token_ids, inputs.positions, inputs.batch)
         last, end = [], 0
         for row in rows:
-            if row.slot in self._prompt_logprobs:
-                prompt_logprobs[row.slot] = self._prompt_row(row, hidden[end : end + row.num_tokens])
             end += row.num_tokens
             if row.samples:
                 last.append(end - 1)
-        return self._model.logits(hidden[torch.tensor(last, dtype=torch.int64, device=hidden.device)])
+        for row, hidden_row in self._asking(rows, hidden):
+            prompt_logprobs[row.slot] = self._prompts.launch(row, hidden_row).finish()
+        wanted = hidden[torch.tensor(last, dtype=torch.int64, device=hidden.device)]
+        turns = torch.split(wanted, self._decode_rows)  # the head, too, keeps to its kernels for few rows
+        return torch.cat([self._model.logits(turn) for turn in turns])
 
-    def _prompt_row(self, row: Row, hidden: torch.Tensor) -> list[TokenLogprobs]:
-        """Logprobs of the prompt tokens that follow this row's positions."""
-        prompt_len, num_top = self._prompt_logprobs[row.slot]
-        first, end = row.start + 1, min(row.start + row.num_tokens + 1, prompt_len)
-        found: list[TokenLogprobs] = []
-        for start in range(first, end, _PROMPT_LOGPROB_ROWS):
-            stop = min(start + _PROMPT_LOGPROB_ROWS, end)
-            logits = self._model.logits(hidden[start - first : stop - first])
-            targets = self._state.token_ids[row.slot, start:stop]
-            found += token_logprobs(logits, targets, [num_top] * (stop - start))
-        return found
+    def _asking(self, rows: list[Row], hidden: torch.Tensor) -> Iterator[tuple[Row, torch.Tensor]]:
+        """The rows that want logprobs of their prompt, with their part of `hidden`."""
+        end = 0
+        for row in rows:
+            if self._prompts.wants(row.slot):
+                yield row, hidden[end : end + row.num_tokens]
+            end += row.num_tokens
 
     def _sample(
         self, rows: list[Row], logits: torch.Tensor, prompt_logprobs: dict[int, list[TokenLogprobs]]
@@ -204,5 +219,11 @@ class ModelRunner:
         ]
 
 
+def _decode_rows(ops: Ops) -> int:
+    """Decode rows of one forward. Quantized kernels serve so many, and more rows are served in turns: a dense matmul of
+    more would be no quicker up to about three turns, and would change their text."""
+    return ops.block_linear.max_rows if ops.recorder is not None and ops.block_linear is not None else _ANY_NUMBER
+
+
 _WARM_UP_TOKENS = 64
-_PROMPT_LOGPROB_ROWS = 256  # rows of [rows, vocab] float32 logits alive at once: 50 MB at a vocabulary of 49k
+_ANY_NUMBER = 2**31
