@@ -25,6 +25,8 @@ MESSAGES_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "mcp_servers": ((None, []), "tools are run by the client"),
     "service_tier": ((None, "auto", "standard_only"), "there is only the standard tier"),
     "speed": ((None, "standard"), "there is one speed"),
+    "user_profile_id": ((None,), "there are no user profiles; metadata.user_id is taken"),
+    "workspace_id": ((None,), "there are no workspaces"),
 }
 _BLOCKS = ("text", "thinking", "tool_use", "tool_result")
 

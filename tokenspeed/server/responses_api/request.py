@@ -24,10 +24,12 @@ CARRIED_REASONING = "reasoning.encrypted_content"
 
 # (values that change nothing here, why any other is refused)
 RESPONSES_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "access_programs": ((None,), "there are none"),
     "background": ((None, False), "responses are made while the client waits"),
     "background_options": ((None,), "responses are made while the client waits"),
     "context_management": ((None, []), "compaction is the client's"),
     "conversation": ((None,), "use previous_response_id, or send all items"),
+    "image": ((None,), "this model takes text only"),
     "max_tool_calls": ((None,), "it limits built-in tools, and there are none"),
     "moderation": ((None,), "there is no moderation"),
     "prompt": ((None,), "prompt templates are not stored here; send instructions and input"),
