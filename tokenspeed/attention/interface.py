@@ -7,14 +7,23 @@ it cannot serve a need; `plan` runs once a step, `run` once a layer. A backend o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
+
+NEEDS_GPU = "it needs an NVIDIA GPU"
+"""The `why_not` of every GPU backend on another device: one text, so that a log line says it once."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeed:
-    """Everything that selection depends on."""
+    """Everything that selection depends on.
+
+    Fields:
+        device: cpu or cuda.
+        kv_dtype: of the KV pool; None = dtype.
+        capability: of the GPU, (9, 0) for Hopper; None on a CPU.
+    """
 
     device: str
     dtype: torch.dtype
@@ -25,6 +34,8 @@ class AttentionNeed:
     window: int | None = None
     has_sinks: bool = False
     logit_cap: float | None = None
+    kv_dtype: torch.dtype | None = None
+    capability: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -70,9 +81,16 @@ class LayerKV(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """One attention implementation."""
+    """One attention implementation.
 
-    name: str
+    Fields:
+        can_record: `plan` and `run` may be recorded into a step graph: they read lengths from the device alone.
+        note: what a user who gets this backend should know, for the log.
+    """
+
+    name: ClassVar[str]
+    can_record: ClassVar[bool]
+    note: ClassVar[str | None]
 
     @staticmethod
     def why_not(need: AttentionNeed) -> str | None:

@@ -1,6 +1,8 @@
-"""Attention over the paged pool through the registry's `paged_attention` op; where that op runs, this backend runs."""
+"""Attention over the paged pool through the registry's `paged_attention` op; and the backend of a CPU made of it."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import torch
 
@@ -8,17 +10,18 @@ from tokenspeed.attention.interface import AttentionBatch, AttentionNeed, LayerK
 from tokenspeed.kernels.ops import Ops
 
 
-class PagedAttentionBackend:
-    """Satisfies `AttentionBackend`. Holds nothing but the op, so one instance may serve many models of one device."""
+class OpAttention:
+    """What every backend that runs the op shares. Holds nothing but the op, so one instance may serve many models."""
 
-    name = "paged"
+    can_record: ClassVar[bool] = True
+    note: ClassVar[str | None] = None
 
     def __init__(self, ops: Ops) -> None:
         self._attend = ops.paged_attention
 
     @staticmethod
-    def why_not(need: AttentionNeed) -> str | None:
-        """See `AttentionBackend.why_not`."""
+    def why_not_shape(need: AttentionNeed) -> str | None:
+        """What the op cannot do on any device."""
         if need.has_sinks:
             return "the paged_attention op has no attention sinks"
         if need.logit_cap is not None:
@@ -37,3 +40,14 @@ class PagedAttentionBackend:
         if kv.v_scale == 1.0:  # CPU kernels that know no 8-bit pool need not know its scale
             return self._attend(q, kv.keys, kv.values, batch, scale * kv.k_scale, window)
         return self._attend(q, kv.keys, kv.values, batch, scale * kv.k_scale, window, kv.v_scale)
+
+
+class PagedAttentionBackend(OpAttention):
+    """Satisfies `AttentionBackend`: the CPU's."""
+
+    name: ClassVar[str] = "paged"
+
+    @staticmethod
+    def why_not(need: AttentionNeed) -> str | None:
+        """See `AttentionBackend.why_not`."""
+        return "it is for CPUs; on a GPU use triton" if need.device != "cpu" else OpAttention.why_not_shape(need)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokenspeed.config.attention_choices import AUTO, CPU_BACKENDS, GPU_BACKENDS, WITHOUT_IMPLEMENTATION
 from tokenspeed.config.flags import check, declared_flags, flag, integer, json_object, number, parse_flags
 from tokenspeed.config.server_args import API as API
 from tokenspeed.config.server_args import LOGS as LOGS
@@ -30,8 +31,6 @@ GROUPS = (MODEL, PRECISION, MEMORY, DEVICE, PARALLEL, API, LOGS)
 
 _NO_RANKS = "parallelism over several ranks is not built yet"
 _KV_AS_ACTIVATIONS = "auto is the precision of the activations, which --dtype sets"
-_NO_ADAPTER = "there is no adapter for it yet; `paged` uses our own Triton kernels on a GPU"
-_NO_MLA = "multi-head latent attention models are not served yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,13 +303,10 @@ class EngineArgs(ServerArgs):
         "auto",
         "--attention-backend",
         DEVICE,
-        "Attention kernels. `paged` runs on every device; `auto` takes the best that can serve the model.",
-        choices=("auto", "paged"),
-        refused_choices={
-            **{name: _NO_ADAPTER for name in ("mha", "fa3", "fa4", "triton", "flashinfer", "trtllm")},
-            **{name: _NO_MLA for name in ("mla", "trtllm_mla", "flashmla", "tokenspeed_mla")},
-            "hybrid_linear_attn": "hybrid linear-attention models are not served yet",
-        },
+        "Attention kernels: our own are `triton` on a GPU and `paged` on a CPU; `fa3`, `fa4` and `flashinfer` use "
+        "those packages, and have not been verified with them. `auto` takes our own where they can serve the model.",
+        choices=(AUTO, *CPU_BACKENDS, *GPU_BACKENDS),
+        refused_choices=WITHOUT_IMPLEMENTATION,
     )
     grammar_backend: str = flag(
         "auto",
@@ -414,6 +410,10 @@ class EngineArgs(ServerArgs):
         for name in ("model", "tokenizer", "host"):
             if getattr(self, name) == "":
                 raise ConfigError(f"--{name} is empty; give a value or leave the flag out")
+        # `--api-key "$KEY"` with an unset KEY would let `Authorization: Bearer` in.
+        for spelled, values in (("--api-key", self.api_key), ("--served-model-name", self.served_model_name)):
+            if not all(value.strip() for value in values):
+                raise ConfigError(f"{spelled} holds an empty value; give one or leave the flag out")
 
 
 FLAGS = tuple(sorted(declared_flags(EngineArgs), key=lambda item: GROUPS.index(item.flag.group)))

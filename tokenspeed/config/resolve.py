@@ -11,6 +11,7 @@ from typing import Literal
 
 from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.config.args import FLAGS, EngineArgs
+from tokenspeed.config.attention_choices import check_device
 from tokenspeed.config.device import DeviceInfo
 from tokenspeed.config.engine import Choice, EngineConfig
 from tokenspeed.config.gpu_choices import capture_sizes, memory_utilization, usable_gpu
@@ -101,6 +102,7 @@ def resolve(
     load_format = _load_format(args, checkpoint, choices)
     kind = _device(args, device, choices)
     _refuse_flags_of_other_devices(args, kind)
+    check_device(args.attention_backend, kind)
     usual = _USUAL[kind]
     dtype = _dtype(args, model, device, choices) if kind == "cpu" else _gpu_dtype(args, model, choices)
     kv_cache_dtype = kv_dtype(args, model, dtype, choices)

@@ -77,6 +77,7 @@ def bind_pool(config: EngineConfig, loaded: LoadedModel, groups: list[GroupSpec]
 
 
 def _attention_need(config: EngineConfig) -> AttentionNeed:
+    capability = torch.cuda.get_device_capability() if config.device == "cuda" else None
     return AttentionNeed(
         device=config.device,
         dtype=DTYPES[config.dtype],
@@ -84,4 +85,6 @@ def _attention_need(config: EngineConfig) -> AttentionNeed:
         num_kv_heads=config.model.num_kv_heads,
         head_dim=config.model.head_dim,
         page_size=config.page_size,
+        kv_dtype=DTYPES[config.kv_cache_dtype],
+        capability=capability,
     )
