@@ -127,6 +127,12 @@ def test_pickles_are_refused_by_name(tmp_path):
         resolve_checkpoint(str(tmp_path))
 
 
+def test_neither_file_nor_folder():
+    """A device or a pipe was taken for a folder and listed: a traceback."""
+    with pytest.raises(CheckpointError, match=r"/dev/null: expected a folder with config\.json"):
+        resolve_checkpoint("/dev/null")
+
+
 def test_empty_folder(tmp_path):
     with pytest.raises(CheckpointError, match=r"expected config\.json with model\.safetensors.*an empty folder"):
         resolve_checkpoint(str(tmp_path))

@@ -44,7 +44,7 @@ def local_checkpoint(name: str, path: Path, load_format: str) -> Checkpoint:
     """
     if load_format == "dummy":
         return _config_only(name, path)
-    if path.is_file():
+    if not path.is_dir():
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path}: expected a folder with {CONFIG_FILE} and safetensors, or a .gguf file")
         return gguf_checkpoint(name, path)
