@@ -1,0 +1,268 @@
+"""Tools in chat: choices, forced calls, cut calls, ids, what the template and the engine are given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from chat_streams import Message, of_choice, of_chunks
+from conftest import chat, events, http_client
+from scripted_engine import ScriptedClient
+
+URL = "/v1/chat/completions"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "f", "description": "F.", "parameters": SCHEMA, "strict": True}},
+    {"type": "function", "function": {"name": "g.h-i"}},
+]
+
+
+def qwen_call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@asynccontextmanager
+async def serving(engine: ScriptedClient, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    names = {"tool_call_parser": "qwen", "reasoning_parser": "qwen3"}
+    async with http_client(engine, **{**names, **settings}) as http:
+        yield http
+
+
+async def both(http: httpx.AsyncClient, **fields: Any) -> list[Message]:
+    """Whole and streamed answers, which must be the same but for random ids."""
+    answer = await http.post(URL, json=chat(**fields))
+    assert answer.status_code == 200, answer.text
+    choices = [of_choice(choice) for choice in answer.json()["choices"]]
+    streamed = of_chunks(events((await http.post(URL, json=chat(**fields, stream=True))).text))
+    for index, choice in enumerate(choices):
+        other = streamed[index]
+        assert (other.reasoning, other.content, other.finish_reason) == (
+            choice.reasoning,
+            choice.content,
+            choice.finish_reason,
+        )
+        assert [call[1:] for call in other.calls] == [call[1:] for call in choice.calls]
+    return choices
+
+
+async def test_a_call_in_all_its_parts():
+    engine = ScriptedClient("Hm. " + qwen_call("f", '{"a": 1}'))
+    async with serving(engine) as http:
+        body = (await http.post(URL, json=chat(tools=TOOLS))).json()
+        chunks = events((await http.post(URL, json=chat(tools=TOOLS, stream=True))).text)
+    choice = body["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["message"]["content"] == "Hm." and choice["finish_reason"] == "tool_calls"
+    assert call["type"] == "function" and call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert call["id"].startswith("call_") and len(call["id"]) == 5 + 24
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    first = next(delta for delta in deltas if "tool_calls" in delta)["tool_calls"][0]
+    assert first.keys() == {"index", "id", "type", "function"}
+    fragments = [d["tool_calls"][0]["function"]["arguments"] for d in deltas if "tool_calls" in d][1:]
+    assert "".join(fragments) == '{"a": 1}' and len(fragments) > 1, "arguments come as they are written"
+
+
+async def test_the_template_sees_the_tools_without_strict():
+    engine = ScriptedClient("ok")
+    async with serving(engine) as http:
+        await http.post(URL, json=chat(tools=TOOLS))
+    assert engine.rendered[0]["tools"] == [
+        {"type": "function", "function": {"name": "f", "description": "F.", "parameters": SCHEMA}},
+        {"type": "function", "function": {"name": "g.h-i"}},
+    ]
+    assert list(engine.rendered[0]["tools"][0]["function"]) == ["name", "description", "parameters"]
+
+
+async def test_choice_none_leaves_calls_as_text():
+    text = qwen_call("f", "{}")
+    async with serving(ScriptedClient(text)) as http:
+        (one,) = await both(http, tools=TOOLS, tool_choice="none")
+    assert (one.content, one.calls, one.finish_reason) == (text, [], "stop")
+
+
+async def test_without_tools_text_that_looks_like_a_call_is_text():
+    text = qwen_call("f", "{}")
+    async with serving(ScriptedClient(text)) as http:
+        (one,) = await both(http)
+    assert (one.content, one.calls) == (text, [])
+
+
+async def test_an_unknown_name_is_text():
+    text = qwen_call("nope", "{}")
+    async with serving(ScriptedClient(text)) as http:
+        (one,) = await both(http, tools=TOOLS)
+    assert (one.content, one.calls, one.finish_reason) == (text, [], "stop")
+
+
+@pytest.mark.parametrize("max_tokens", [41, 50, 60])
+async def test_a_cut_call_is_no_call(max_tokens: int):
+    """finish_reason length, and the arguments are a beginning of the real ones."""
+    text = qwen_call("f", '{"a": 12345678, "b": "x"}')
+    async with serving(ScriptedClient(text)) as http:
+        (one,) = await both(http, tools=TOOLS, max_tokens=max_tokens)
+    assert one.finish_reason == "length"
+    ((_, name, arguments),) = one.calls
+    assert (
+        name == "f" and '{"a": 12345678, "b": "x"}'.startswith(arguments) and arguments != '{"a": 12345678, "b": "x"}'
+    )
+
+
+async def test_a_broken_call_does_not_finish_as_tool_calls():
+    async with serving(ScriptedClient('<tool_call>{"name": "f", "arguments": {"a": 1]}</tool_call>')) as http:
+        (one,) = await both(http, tools=TOOLS)
+    assert one.finish_reason == "stop"
+
+
+async def test_several_choices_have_parsers_of_their_own():
+    replies = ["no call", qwen_call("f", '{"a": 2}'), "<think>\nHm\n</think>\n\n" + qwen_call("g.h-i", "{}")]
+    engine = ScriptedClient(lambda _request, index: replies[index])
+    async with serving(engine) as http:
+        first, second, third = await both(http, tools=TOOLS, n=3)
+    assert (first.content, first.calls, first.finish_reason) == ("no call", [], "stop")
+    assert [call[1:] for call in second.calls] == [("f", '{"a": 2}')] and second.finish_reason == "tool_calls"
+    assert third.reasoning == "Hm" and [call[1] for call in third.calls] == ["g.h-i"]
+
+
+@pytest.mark.parametrize("ending", ["stop", "length"])
+async def test_one_call_only(ending: str):
+    engine = ScriptedClient(qwen_call("f", '{"a": 1}') + "\n" + qwen_call("g.h-i", '{"b": 2}') + " and text")
+    engine.ending = ending
+    async with serving(engine) as http:
+        (both_calls,) = await both(http, tools=TOOLS)
+        (one,) = await both(http, tools=TOOLS, parallel_tool_calls=False)
+    assert [call[1] for call in both_calls.calls] == ["f", "g.h-i"]
+    assert [call[1:] for call in one.calls] == [("f", '{"a": 1}')] and one.content == ""
+    assert one.finish_reason == "tool_calls"
+
+
+async def test_ids_of_families_that_number_their_calls_go_on_from_the_history():
+    text = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:2<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>"
+    )
+    call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [call, {**call, "id": "functions.f:1"}]},
+        {"role": "tool", "tool_call_id": "functions.f:0", "content": "1"},
+        {"role": "tool", "tool_call_id": "functions.f:1", "content": [{"type": "text", "text": "2"}]},
+    ]
+    engine = ScriptedClient(text)
+    async with serving(engine, tool_call_parser="kimik2", reasoning_parser="passthrough") as http:
+        (one,) = await both(http, tools=TOOLS, messages=messages)
+        assert [identity for identity, _, _ in one.calls] == ["functions.f:2"]
+        assert not engine.requests[0].sampling.skip_special_tokens, "its marks are special tokens"
+        engine.reply = '[{"name": "f", "parameters": {"a": 1}}]'
+        (forced,) = await both(http, tools=TOOLS, messages=messages, tool_choice="required")
+        assert [identity for identity, _, _ in forced.calls] == ["functions.f:2"], "the family's form here, too"
+    assert engine.rendered[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+async def test_special_tokens_stay_out_where_no_call_can_come():
+    engine = ScriptedClient("ok")
+    async with serving(engine, tool_call_parser="kimik2", reasoning_parser="passthrough") as http:
+        await both(http)
+        await both(http, tools=TOOLS, tool_choice="none")
+    assert all(request.sampling.skip_special_tokens for request in engine.requests)
+
+
+async def test_required_and_named_are_forced_by_a_grammar():
+    engine = ScriptedClient('[{"name": "f", "parameters": {"a": 1}}, {"name": "g.h-i", "parameters": {}}]')
+    async with serving(engine, reasoning_parser="passthrough") as http:
+        (one,) = await both(http, tools=TOOLS, tool_choice="required")
+        named = {"type": "function", "function": {"name": "g.h-i"}}
+        await both(http, tools=TOOLS, tool_choice=named)
+        await both(http, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    assert [call[1:] for call in one.calls] == [("f", '{"a": 1}'), ("g.h-i", "{}")]
+    assert one.finish_reason == "tool_calls" and one.content == ""
+    required, _, of_name, _, single, _ = [json.loads(request.grammar.text) for request in engine.requests]
+    assert "maxItems" not in required and len(required["items"]["anyOf"]) == 2
+    assert of_name["maxItems"] == 1 and of_name["items"]["properties"]["name"] == {"enum": ["g.h-i"]}
+    assert single["maxItems"] == 1 and len(single["items"]["anyOf"]) == 2
+
+
+async def test_allowed_tools_are_the_only_ones():
+    engine = ScriptedClient(qwen_call("f", "{}") + qwen_call("g.h-i", "{}"))
+    choice = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g.h-i"}}]},
+    }
+    async with serving(engine) as http:
+        (one,) = await both(http, tools=TOOLS, tool_choice=choice)
+    assert [call[1] for call in one.calls] == ["g.h-i"] and '"f"' in one.content
+    assert len(engine.rendered[0]["tools"]) == 2, "the prompt shows all of them"
+
+
+async def test_auto_needs_a_known_format():
+    """SmolLM2, say: nothing could read its calls, so none are promised."""
+    async with http_client(ScriptedClient('[{"name": "f", "parameters": {"a": 1}}]')) as http:
+        error = (await http.post(URL, json=chat(tools=TOOLS))).json()["error"]
+        assert error["param"] == "tools" and "--tool-call-parser" in error["message"]
+        (one,) = await both(http, tools=TOOLS, tool_choice="required")
+        assert [call[1] for call in one.calls] == ["f"]
+    async with http_client(ScriptedClient("x"), tool_call_parser="passthrough") as http:
+        assert (await both(http, tools=TOOLS))[0].content == "x"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "with tools"),
+        ({"tools": [], "tool_choice": "auto"}, "tool_choice", "with tools"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", "sometimes"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "'x', which is not among tools: 'f', 'g.h-i'",
+        ),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2]", "two functions"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "a b"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "retrieval"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "regex": "a"},
+            "regex",
+            "leave regex out",
+        ),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"properties": {"a": {"not": {"type": "null"}}}}},
+                    }
+                ],
+                "tool_choice": "required",
+            },
+            "tools: f: parameters",
+            "keyword not",
+        ),
+        ({"functions": [{"name": "f"}]}, "functions", "tools"),
+    ],
+)
+async def test_refused_by_name(fields: Any, param: str, words: str):
+    engine = ScriptedClient("x")
+    async with serving(engine) as http:
+        response = await http.post(URL, json=chat(**fields))
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param and words in error["message"], error
+    assert not engine.requests
+
+
+async def test_logprobs_and_ids_are_all_there_when_calls_are_streamed():
+    engine = ScriptedClient(qwen_call("f", '{"a": 1}'))
+    async with serving(engine, stream_interval=7) as http:
+        fields = {"tools": TOOLS, "logprobs": True, "return_token_ids": True}
+        body = (await http.post(URL, json=chat(**fields))).json()["choices"][0]
+        chunks = events((await http.post(URL, json=chat(**fields, stream=True))).text)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [i for choice in choices for i in choice.get("token_ids", ())] == body["token_ids"]
+    assert len(body["logprobs"]["content"]) == len(body["token_ids"])
+    streamed = [one for choice in choices for one in (choice["logprobs"] or {"content": []})["content"]]
+    assert streamed == body["logprobs"]["content"]
+    assert of_chunks(chunks)[0].calls[0][1:] == ("f", '{"a": 1}')
