@@ -49,7 +49,8 @@ SCHEMAS: dict[str, Any] = {
     "optional": {"type": "object", "properties": {"a": INT, "b": INT, "c": INT}, "required": ["c"]},
     "closed": {"type": "object", "properties": {"a": INT}, "required": ["a"], "additionalProperties": False},
     "additionalProperties": {
-        "type": "object", "properties": {"a": INT}, "additionalProperties": {"type": "boolean"}, "maxProperties": 2,
+        "type": "object", "additionalProperties": {"type": "boolean"}, "propertyNames": {"maxLength": 6},
+        "minProperties": 1, "maxProperties": 2,
     },
     "nested": {
         "type": "object", "required": ["p"],

@@ -1,7 +1,8 @@
 """The grammars of the sequences in slots: which rows are constrained, what each may sample, what it has sampled.
 
-One thread at a time. No torch: masks are filled on the host, while a device may be computing. A token that takes its
-grammar too long ends its own sequence, so that a step waits for one such token at most.
+One thread at a time. No torch: masks are filled on the host, while a device may be computing. A sequence whose grammar
+takes too long ends, so that it does not hold up its neighbours (measured with ambiguous grammars: the cost of a token
+grows with the output, slowly enough that no single one goes far beyond the rest of the credit).
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.grammar.interface import Matcher
 from tokenspeed.protocol.step import Admission
 
-MAX_TOKEN_S = 0.25
-"""CPU seconds that one token of one sequence may take, mask and acceptance. Usual: 0.0001."""
+CREDIT_S = 0.25
+"""CPU seconds a sequence may spend at once on mask and acceptance; usual is 0.0001 a token."""
+
+EARNED_S = 0.003
+"""What each token gives back of it."""
 
 
 @dataclass(slots=True)
@@ -29,14 +33,14 @@ class _Slot:
         marker: what has to be sampled before the constraint starts; empty once it has.
         tail: the last sampled tokens, while there is a marker to find.
         error: why the sequence cannot go on; set from the start where there is no matcher.
-        spent_s: on the token that is being chosen.
+        credit_s: CPU seconds left to spend.
     """
 
     matcher: Matcher | None
     marker: tuple[int, ...]
     tail: list[int] = field(default_factory=list)
     error: str | None = None
-    spent_s: float = 0.0
+    credit_s: float = CREDIT_S
 
     def accept(self, token_id: int) -> None:
         if self.matcher is None or self.error is not None or self.matcher.is_terminated:
@@ -94,7 +98,7 @@ class Constraints:
             begin_s = time.thread_time()
             if not slot.matcher.fill(words[place]):
                 words[place] = -1
-            slot.spent_s = time.thread_time() - begin_s
+            slot.credit_s -= time.thread_time() - begin_s
         return words
 
     def accept(self, slot: int, token_id: int) -> str | None:
@@ -104,11 +108,11 @@ class Constraints:
             return None
         begin_s = time.thread_time()
         held.accept(token_id)
-        held.spent_s += time.thread_time() - begin_s
-        if held.error is None and held.spent_s > MAX_TOKEN_S:
+        held.credit_s = min(CREDIT_S, held.credit_s + EARNED_S - (time.thread_time() - begin_s))
+        if held.error is None and held.credit_s < 0:
+            limit_ms = EARNED_S * 1000
             held.error = (
-                f"the grammar took {held.spent_s * 1000:.0f} ms for one token, the limit is {MAX_TOKEN_S * 1000:.0f} "
-                "ms; make it less ambiguous"
+                f"its grammar takes more than {limit_ms:g} ms a token to follow; make it less ambiguous or smaller"
             )
         return held.error
 

@@ -1,0 +1,65 @@
+"""Renews the end of docs/serving/structured-output.md: `python tests/grammar/structured_output_page.py`.
+
+The table of JSON schema keywords is that of the tests (`grammar_support.CASES`), so it says what has been tried.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from grammar_support import CASES
+
+from tokenspeed.grammar.json_schema import FORMATS, MAX_DEPTH, MAX_ENUM, MAX_NODES, MAX_PROPERTIES, UNSUPPORTED
+from tokenspeed.grammar.json_schema import rewrite_schema as rewrite
+from tokenspeed.grammar.patterns import MAX_CHARS, MAX_COPIES
+from tokenspeed.protocol.errors import InvalidRequest
+
+PAGE = Path(__file__).parents[2] / "docs/serving/structured-output.md"
+MARK = "<!-- From here on written by tests/grammar/structured_output_page.py -->\n"
+
+TABLE = """
+## JSON schema, keyword by keyword
+
+Whatever is generated is valid under the schema as written. It may be less than all that is valid: properties that are
+not named are not made up (unless `additionalProperties` says so), named ones come in the order of the schema, a pattern
+matches the whole string, keywords without `type` imply theirs. Each line is a test with both libraries.
+
+| Case | Schema | |
+|---|---|---|
+"""
+
+
+def page() -> str:
+    """The whole page: what was written by hand, then limits and table."""
+    limits = [
+        ("schemas inside a schema", MAX_NODES),
+        ("depth", MAX_DEPTH),
+        ("properties of one object", MAX_PROPERTIES),
+        ("values of one enum", MAX_ENUM),
+        ("characters of a regular expression", MAX_CHARS),
+        ("copies that counts in a regular expression ask for", MAX_COPIES),
+    ]
+    lines = ["| Limit | |", "|---|---|"]
+    lines += [f"| {what} | {limit} |" for what, limit in limits]
+    lines.append(TABLE.strip("\n").join(("\n", "")))
+    for case in CASES:
+        text = json.dumps(case.schema).replace("|", "\\|")
+        lines.append(f"| {case.name} | `{text}` | {_verdict(case.schema)} |")
+    lines.append("")
+    lines.append("Refused wherever they stand: " + ", ".join(f"`{key}`" for key in UNSUPPORTED) + ".")
+    lines.append("Enforced formats: " + ", ".join(f"`{name}`" for name in sorted(FORMATS)) + "; others are ignored.")
+    lines.append("With llguidance also refused: `propertyNames`.")
+    return PAGE.read_text().split(MARK)[0] + MARK + "\n" + "\n".join(lines) + "\n"
+
+
+def _verdict(schema: object) -> str:
+    try:
+        rewrite(schema, "x")
+    except InvalidRequest as error:
+        return "400: " + error.message.replace("|", "\\|")
+    return "yes"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
