@@ -23,6 +23,7 @@ class StopChecker:
         if not all(self._stops):
             raise ValueError("an empty stop string would end every text at once")
         self._include = include
+        self._begun = [_Begun(stop) for stop in self._stops]
         self._held = ""
         self._matched: str | None = None
 
@@ -46,7 +47,7 @@ class StopChecker:
                 start, stop = found
                 self._held, self._matched = "", stop
                 return buffer[: start + len(stop) if self._include else start], stop
-        cut = len(buffer) - self._longest_beginning(buffer)
+        cut = len(buffer) - max(begun.feed(text) for begun in self._begun)
         self._held = buffer[cut:]
         return buffer[:cut], None
 
@@ -64,12 +65,35 @@ class StopChecker:
                 best = (start + len(stop), start, stop)
         return None if best is None else (best[1], best[2])
 
-    def _longest_beginning(self, buffer: str) -> int:
-        """Length of the longest end of `buffer` that is the beginning of a stop string, but not all of it."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(buffer)), longest, -1):
-                if buffer.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+
+class _Begun:
+    """How much of one stop string the end of a stream may be the beginning of.
+
+    Knuth, Morris and Pratt's search, whose cost does not depend on the strings: a user chooses them, and may choose the
+    text too (logit_bias), so comparing every beginning anew would let one request hold up all others. The table of
+    borders grows with the longest beginning seen; most strings never get beyond a few characters.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._length = 0
+        self._borders = [0]  # [i]: length of the longest beginning of stop[:i + 1], not all of it, that is its end too
+
+    def feed(self, text: str) -> int:
+        """Length of the longest end of the stream that is a beginning of the stop string, but not all of it."""
+        stop, borders, length = self._stop, self._borders, self._length
+        if not length and stop[0] not in text:
+            return 0
+        for char in text:
+            while length and stop[length] != char:
+                length = borders[length - 1]
+            length += stop[length] == char
+            if length > len(borders):
+                border = borders[-1]
+                while border and stop[border] != char:
+                    border = borders[border - 1]
+                borders.append(border + (stop[border] == char))
+            if length == len(stop):  # complete, yet not a match: too early
+                length = borders[length - 1]
+        self._length = length
+        return length
