@@ -41,8 +41,8 @@ def test_any_split_equals_naive(text: str, stops: list[str], include: bool, barr
 @settings(max_examples=300, deadline=None)
 @given(text=st.text("ab", max_size=60), stops=st.lists(st.text("ab", min_size=1, max_size=14), min_size=1, max_size=3))
 def test_what_is_held_is_the_longest_beginning(text: str, stops: list[str]) -> None:
-    """Strings full of repetitions, a character at a time. The search once compared every beginning anew: 64 stop strings
-    of 1024 characters and a text of their kind took the event loop 12 ms a token."""
+    """Strings full of repetitions, a character at a time. Comparing every beginning anew once made 64 stop strings
+    of 1024 characters, with a text of their kind, cost the event loop 12 ms a token."""
     checker = StopChecker(stops)
     emitted = ""
     for end in range(1, len(text) + 1):
