@@ -27,7 +27,9 @@ from tokenspeed.checkpoint.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.timeout(300)
 
-FLAGS = ("--port", "0", "--max-model-len", "512", "--max-num-seqs", "4", "--served-model-name", "smol")
+README = Path(__file__).parents[2] / "README.md"
+# `default` is the name that the README's chat asks for.
+FLAGS = ("--port", "0", "--max-model-len", "512", "--max-num-seqs", "4", "--served-model-name", "smol", "default")
 MESSAGES: list[Any] = [{"role": "user", "content": "Count from one to five in words."}]
 
 
@@ -96,6 +98,13 @@ def test_stream_and_whole_are_the_same_text(server: Server):
     assert last.usage.prompt_tokens == whole.usage.prompt_tokens
     assert last.usage.completion_tokens == whole.usage.completion_tokens
     assert last.usage.prompt_tokens_details and (last.usage.prompt_tokens_details.cached_tokens or 0) > 0
+
+
+def test_the_readmes_chat_runs(server: Server, capsys: pytest.CaptureFixture[str]):
+    (code,) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert "http://127.0.0.1:8000/v1" in code and 'model="default"' in code
+    exec(compile(code.replace("http://127.0.0.1:8000", server.url), "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
 
 
 def test_a_conversation_as_ids_gives_the_same_completion(server: Server):
