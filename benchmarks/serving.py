@@ -251,8 +251,6 @@ def read_bandwidth_gb_s() -> float:
 
 def weight_bytes(model: str) -> int:
     """Bytes of the weight files: what one decode step has to read at least once."""
-    from tokenspeed.checkpoint.resolve import resolve_checkpoint
-
     return sum(os.path.getsize(file) for file in resolve_checkpoint(model).weight_files)
 
 

@@ -32,6 +32,8 @@ PACKAGES = (
     "msgspec",
     "pyzmq",
     "prometheus_client",
+    "xgrammar",
+    "llguidance",
     "openai",
 )
 
