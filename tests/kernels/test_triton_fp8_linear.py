@@ -130,6 +130,23 @@ def test_many_rows(scales: str) -> None:
     assert error(got, x.double() @ dense.t() + bias.double()) < (0.04 if scales == "row" else 4e-3)
 
 
+@pytest.mark.skipif(not ON_GPU, reason="torch has no row-scaled fp8 matmul on a CPU")
+@pytest.mark.parametrize("num_rows", [2, 16, 64, 200])
+def test_several_rows_with_norm_gate_and_residual(num_rows: int) -> None:
+    """What the fused kernel does for one row, in launches of their own."""
+    weight, scale, dense = weights(512, 1024, "row", seed=6)
+    x = torch.randn(num_rows, 1024, dtype=KIND, device=DEVICE)
+    norm = torch.rand(1024, dtype=KIND, device=DEVICE) + 0.5
+    residual = torch.randn(num_rows, 256, dtype=KIND, device=DEVICE)
+    normed = x.double() * torch.rsqrt((x.double() ** 2).mean(1, keepdim=True) + 1e-6) * norm.double()
+    gate, up = (normed @ dense.t()).chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up + residual.double()
+    op = fp8_linear.TritonFp8Linear(DEVICE, True)
+    got = op(x, weight, scale, norm=norm, eps=1e-6, residual=residual, gated=True)
+    assert got is residual
+    assert error(got, expected) < 0.06
+
+
 @pytest.mark.parametrize(
     ("in_features", "out_features", "is_block", "says"),
     [(192, 64, True, "block of 128"), (100, 64, False, "multiple of 64"), (64, 24, False, "multiple of 16")],

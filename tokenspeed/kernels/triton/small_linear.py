@@ -405,7 +405,7 @@ def choose_tile(num_rows: int, num_out: int, width: int, needs_whole_k: bool) ->
     if needs_whole_k:
         if num_rows <= 16 and num_out >= 8192:
             return SkinnyTile(128, 128, 1, 3, 8)
-        return SkinnyTile(64, 128, 1, 4, 4, 4) if num_rows <= 32 else SkinnyTile(64, 64, 1, 8, 4, 4)
+        return SkinnyTile(64, 128, 1, 4, 4, 4) if num_rows <= 32 else SkinnyTile(128, 64)
     programs = 256 if num_rows <= 32 else 128
     split_k = max(1, min(MAX_SPLIT_K, programs * 64 // num_out))
     return SkinnyTile(split_k=1 << (split_k.bit_length() - 1))
