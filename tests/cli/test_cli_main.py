@@ -43,6 +43,13 @@ def test_version(capsys, words):
 
 
 @pytest.mark.parametrize("name", ["version", "env"])
+def test_help_of_a_subcommand_without_flags(capsys, name):
+    """The command's own help promises that each has some."""
+    assert main.main([name, "--help"]) == 0
+    assert f"usage: tokenspeed {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["version", "env"])
 def test_arguments_that_mean_nothing_are_refused(capsys, name):
     assert main.main([name, "x"]) == 2
     assert "takes no arguments" in capsys.readouterr().err

@@ -40,6 +40,9 @@ PACKAGES = (
 
 def run(argv: Sequence[str]) -> int:
     """Print the report."""
+    if argv and argv[0] in ("-h", "--help"):
+        print("usage: tokenspeed env\n\nReports this machine and the installed packages. There are no flags.")
+        return 0
     if argv:
         raise ConfigError(f"`tokenspeed env` takes no arguments, but was given: {' '.join(argv)}")
     print("\n".join(report(read_device_info())))
