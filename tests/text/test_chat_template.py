@@ -322,6 +322,33 @@ def test_variables_and_extensions() -> None:
     assert text("{% generation %}{{ messages[0].content }}{% endgeneration %}") == "hi"
 
 
+@pytest.mark.parametrize("content", ["message['content']", "message.content"])
+def test_templates_that_know_only_parts_get_parts(content: str) -> None:
+    """They wrote a string letter by letter."""
+    loop = f"{{% for part in {content} %}}({{{{ part.text or part }}}}){{% endfor %}}"
+    parts = "{% for message in messages %}" + loop + "{% endfor %}"
+    both = (
+        "{% for message in messages %}{% if message.content is string %}S{% else %}" + loop + "{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [{"type": "text", "text": "yo"}]}]
+    for source, expected in ((parts, "(hi)(yo)"), (both, "SS")):
+        template = ChatTemplate({"default": source}, special_tokens={}, spellings=())
+        assert template.render(messages).text == expected
+    goes_on = ChatTemplate({"default": parts}, special_tokens={}, spellings=())
+    assert goes_on.render(messages, add_generation_prompt=False, continue_final_message=True).text == "(hi)(yo"
+
+
+def test_what_templates_read_is_known() -> None:
+    sources = {
+        "tool_use": "{{ tools }}{% set x = 1 %}{{ x }}",
+        "default": "{% if enable_thinking %}{{ messages }}{% endif %}",
+    }
+    template = ChatTemplate({**sources, "broken": "{% if %}"}, special_tokens={}, spellings=())
+    assert {"tools", "enable_thinking", "messages"} == template.variables()
+    assert template.text.startswith(sources["default"]) and sources["tool_use"] in template.text
+    assert ChatTemplate({}, special_tokens={}, spellings=()).text == ""
+
+
 def test_assistant_without_content_reaches_templates_that_cannot_bear_it(smollm: Tokenizer) -> None:
     call = {"function": {"name": "f", "arguments": "{}"}}
     for message in (

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Template, TemplateSyntaxError, meta
+from jinja2 import Template, TemplateSyntaxError, meta, nodes
 
 from tokenspeed.protocol.errors import ConfigError, InvalidRequest
 from tokenspeed.text.codec import Tokenizer
@@ -57,6 +57,7 @@ class ChatTemplate:
         self._spellings = tuple(spellings)
         self._environment = ChatTemplateEnvironment()
         self._compile = functools.lru_cache(maxsize=MAX_CACHED_TEMPLATES)(self._environment.from_string)
+        self._wants_parts = functools.lru_cache(maxsize=MAX_CACHED_TEMPLATES)(self._reads_parts)
 
     def render(
         self,
@@ -98,6 +99,9 @@ class ChatTemplate:
         chat = shield.protect(chat)
         if continue_final_message:
             _mark_final(chat, shield.mark)
+        self._compiled(source)  # a template that is not valid says so first
+        if self._wants_parts(source):
+            chat = [_in_parts(message) for message in chat]
         variables = {
             **self._special_tokens,
             **shield.protect(arguments),
@@ -165,6 +169,13 @@ class ChatTemplate:
             param="messages",
         )
 
+    def _reads_parts(self, source: str) -> bool:
+        """Whether a template takes content for a list of parts only: it loops over it and never asks if it is a string.
+        A string would come out letter by letter, or not at all."""
+        tree = self._environment.parse(source)
+        loops = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+        return loops and not any(test.name == "string" for test in tree.find_all(nodes.Test))
+
     def _run(self, source: str, variables: dict[str, Any]) -> str:
         template = self._compiled(source)
         try:
@@ -229,6 +240,18 @@ def render_chat_ids(
         template_kwargs=template_kwargs,
     )
     return tokenizer.encode_rendered(rendered.marked, rendered.breaker)
+
+
+def _is_content(node: nodes.Node) -> bool:
+    """`x.content` or `x['content']`."""
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _mark_final(chat: list[dict[str, Any]], mark: str) -> None:
