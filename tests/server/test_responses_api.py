@@ -194,7 +194,9 @@ async def test_tool_choice(engine: FakeClient):
         for choice in ("required", {"type": "function", "name": "weather"}):
             body = {"input": "hi", "tools": [WEATHER, other], "tool_choice": choice}
             answer = (await http.post(URL, json=body)).json()
-            assert [item.get("name") for item in answer["output"]] == [None, "weather"] and answer["tool_choice"] == choice
+            assert [item.get("name") for item in answer["output"]] == [None, "weather"] and answer[
+                "tool_choice"
+            ] == choice
             assert engine.requests[-1].grammar is not None
         engine.reply = CALLS
         allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "other"}]}
