@@ -1,0 +1,1 @@
+"""Wishes, the model's shape and the machine, resolved into one frozen configuration. Never imports torch."""

@@ -1,0 +1,1 @@
+"""Operations on a CPU: torch's own, and ours in C (`native/`)."""

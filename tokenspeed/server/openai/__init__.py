@@ -1,0 +1,1 @@
+"""OpenAI's API: one endpoint a file, wire types and both directions."""
