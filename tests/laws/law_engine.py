@@ -86,11 +86,16 @@ def write_model(folder: Path, family: str, dtype: str = "float32") -> str:
     return str(folder)
 
 
-def engine_config(model: str, **options: Any) -> EngineConfig:
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where the laws are put to the test."""
+
+
+def engine_config(model: str, *, device: str = DEVICE, **options: Any) -> EngineConfig:
     """As `LLM(model, **options)` would resolve it; by default everything that the laws turn on and off is off."""
     plain = {
         "dtype": "float32",
-        "num_threads": 1,
+        "device": device,
+        **({"num_threads": 1} if device == "cpu" else {"enforce_eager": True}),
         "seed": 1,
         "prefix_granularity": 4,
         "max_total_tokens": 1024,

@@ -129,6 +129,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Run], bool]]] = {
     "chunks-of-1": ({"chunked_prefill_size": 1}, many_small_steps),
     "chunks-of-7": ({"chunked_prefill_size": 7}, bounded_steps),
     "overlap": ({"disable_overlap_schedule": False}, mixed_steps),
+    "graphs": ({"enforce_eager": False}, mixed_steps),
+    "graphs-overlap": ({"enforce_eager": False, "disable_overlap_schedule": False}, mixed_steps),
     "one-slot": ({"max_num_seqs": 1}, one_at_a_time),
     "pages-of-1": ({"prefix_granularity": 1}, mixed_steps),
     "pages-of-32": ({"prefix_granularity": 32}, mixed_steps),
@@ -137,6 +139,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Run], bool]]] = {
         {
             "chunked_prefill_size": 13,
             "disable_overlap_schedule": False,
+            "enforce_eager": False,
             "enable_prefix_caching": True,
             "max_total_tokens": 96,
             "max_model_len": 90,

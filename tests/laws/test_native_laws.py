@@ -12,6 +12,7 @@ import torch
 from law_engine import Run, engine_config, run
 
 from tokenspeed.checkpoint.checkpoint import Checkpoint
+from tokenspeed.config.engine import EngineConfig
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.protocol.messages import AddRequest
 from tokenspeed.protocol.sampling import SamplingParams
@@ -49,9 +50,9 @@ def graphs(default_checkpoint: Checkpoint) -> Run:
 WORK = requests([3, 9, 30, 70, 33], 14)
 
 
-def config(**options: object):
+def config(**options: object) -> EngineConfig:
     plain = {"dtype": "bfloat16", "max_model_len": 256, "max_total_tokens": 1024, "prefix_granularity": 16}
-    return engine_config("default", **(plain | {"chunked_prefill_size": 40} | options))
+    return engine_config("default", device="cpu", **(plain | {"chunked_prefill_size": 40} | options))
 
 
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {"disable_overlap_schedule": False}], ids=str)
