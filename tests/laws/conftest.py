@@ -1,5 +1,5 @@
-"""On a GPU, engines of this folder compile kernels as they meet them: worker processes for each of a hundred tiny engines
-would take minutes."""
+"""On a GPU, engines of this folder compile kernels as they meet them: workers for each of a hundred tiny engines would
+take minutes."""
 
 from __future__ import annotations
 
