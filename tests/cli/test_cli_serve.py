@@ -81,6 +81,7 @@ def test_dry_run_prints_choices_with_reasons_and_starts_nothing(folder, started,
     assert "  dtype: float32\n" in out
     assert "  --dtype = float32: the checkpoint is float32\n" in out
     assert "  max_model_len: 512\n" in out
+    assert "  --attention-backend = auto: chosen at start; the log says" in out
     assert "sesame" not in out and "api_keys: 1 given" in out
 
 

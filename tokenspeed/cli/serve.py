@@ -63,7 +63,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def describe(engine: EngineConfig, server: ServerConfig) -> list[str]:
-    """The resolved configuration for a reader: every field, then every automatic choice with its reason. No keys."""
+    """The resolved configuration for a reader: every field, then every automatic choice with its reason, then what is
+    left to the start because it takes the kernels, the libraries or the template. No keys."""
     lines = ["engine:"]
     for name in engine.__struct_fields__:
         if name not in ("model", "checkpoint", "choices"):
@@ -75,6 +76,9 @@ def describe(engine: EngineConfig, server: ServerConfig) -> list[str]:
             lines.append(f"  {name}: {shown}")
     lines.append("choices:")
     lines += [f"  {choice.name} = {choice.value}: {choice.reason}" for choice in engine.choices]
+    for config in (engine, server):
+        for name in (name for name in config.__struct_fields__ if getattr(config, name) == "auto"):
+            lines.append(f"  --{name.replace('_', '-')} = auto: chosen at start; the log says what and why")
     return lines
 
 
