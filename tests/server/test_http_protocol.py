@@ -7,7 +7,7 @@ import json
 
 import pytest
 from fake_engine_client import FakeClient
-from test_server_lifecycle import Running, running
+from fake_server import Running, running
 
 from tokenspeed.server.http_protocol import MAX_HEAD_BYTES
 
