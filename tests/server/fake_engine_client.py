@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Literal
 
@@ -191,12 +192,13 @@ class FakeClient:
         if len(ids) > limit:
             ids, reason, stop = ids[:limit], "length", None
         events = []
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a client never gives part of a character
         for start in range(0, max(1, len(ids)), self.chunk):
             new = ids[start : start + self.chunk]
             events.append(
                 GenerationEvent(
                     index,
-                    text=self.tokenizer.decode(new),
+                    text=decoder.decode(bytes(token for token in new if token < 256), start + len(new) >= len(ids)),
                     token_ids=new,
                     logprobs=self._entries(new, sampling.logprobs),
                     num_prompt_tokens=len(request.prompt_token_ids),

@@ -101,7 +101,10 @@ def _speaks_anthropic(scope: Scope) -> bool:
 
 
 async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
-    message = "this server asks for a key: send the header 'Authorization: Bearer KEY' with one given to --api-key"
+    message = (
+        "this server asks for a key: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY' with one given to "
+        "--api-key"
+    )
     if _speaks_anthropic(scope):
         await anthropic.unauthorized(message)(scope, receive, send)
         return

@@ -157,6 +157,8 @@ class MessageWriter:
         """The last events."""
         steps = self._blocks.finish(cut=stop.stop_reason == "max_tokens")
         events = [event for step in steps for event in self._events(step)]
+        if stop.stop_reason == "tool_use" and not any(isinstance(block, ToolUseBlock) for block in self._content):
+            stop = StopDelta(stop_reason="end_turn")  # the arguments were JSON, but no object
         self.message = MessageObject(
             id=self._id,
             model=self._model,

@@ -1,0 +1,89 @@
+"""Every format of calls and of reasoning through `/v1/responses` and `/v1/messages`, by the samples in its file."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from conftest import http_client
+from fake_engine_client import FakeClient
+from test_anthropic_api import assembled
+from test_responses_api import typed_events
+
+from tokenspeed.text.parsers.interface import Example
+from tokenspeed.text.parsers.registry import reasoning_examples, tool_examples
+
+SAMPLES = [
+    pytest.param(flag, name, example, id=f"{name}-{index}")
+    for flag, found in (("tool_call_parser", tool_examples()), ("reasoning_parser", reasoning_examples()))
+    for name, examples in found.items()
+    for index, example in enumerate(examples)
+    if example.prompt is None and not example.incomplete and example.finish_reason == "stop"
+]
+
+
+def tools_of(example: Example) -> dict[str, dict[str, Any]]:
+    """Name to schema: the sample's tools, or ones of any arguments."""
+    if example.tools is not None:
+        return {tool.name: dict(tool.parameters) for tool in example.tools}
+    return {name: {"type": "object"} for name, _ in example.calls}
+
+
+def seen(blocks: list[tuple[str, Any]]) -> tuple[str, str, list[Any]]:
+    """Reasoning, text and calls of (kind, value) blocks."""
+    joined = {kind: "".join(value for found, value in blocks if found == kind) for kind in ("reasoning", "text")}
+    return joined["reasoning"].strip(), joined["text"].strip(), [value for kind, value in blocks if kind == "call"]
+
+
+def of_items(output: list[dict[str, Any]]) -> tuple[str, str, list[Any]]:
+    blocks: list[tuple[str, Any]] = []
+    for item in output:
+        assert item["status"] == "completed"
+        match item["type"]:
+            case "reasoning":
+                blocks.append(("reasoning", item["content"][0]["text"]))
+            case "message":
+                blocks.append(("text", item["content"][0]["text"]))
+            case _:
+                blocks.append(("call", (item["name"], json.loads(item["arguments"]))))
+    return seen(blocks)
+
+
+def of_blocks(message: dict[str, Any]) -> tuple[str, str, list[Any]]:
+    blocks: list[tuple[str, Any]] = []
+    for block in message["content"]:
+        match block["type"]:
+            case "thinking":
+                blocks.append(("reasoning", block["thinking"]))
+            case "text":
+                blocks.append(("text", block["text"]))
+            case _:
+                blocks.append(("call", (block["name"], block["input"])))
+    return seen(blocks)
+
+
+@pytest.mark.parametrize(("flag", "name", "example"), SAMPLES)
+async def test_sample(engine: FakeClient, flag: str, name: str, example: Example):
+    if not all(isinstance(arguments, dict) for _, arguments in example.calls):
+        pytest.skip("arguments that are no object")
+    engine.reply, engine.max_model_len, engine.chunk = example.text, 10_000, 3
+    tools = tools_of(example)
+    functions = [{"type": "function", "name": tool, "parameters": schema} for tool, schema in tools.items()]
+    custom = [{"name": tool, "input_schema": schema} for tool, schema in tools.items()]
+    responses = {"input": "hi", "tools": functions}
+    messages = {"model": "tiny", "max_tokens": 9000, "messages": [{"role": "user", "content": "hi"}], "tools": custom}
+    expected = example.reasoning.strip(), example.content.strip(), list(example.calls)
+    settings = {"reasoning_parser": "passthrough", "tool_call_parser": "passthrough", flag: name}
+    if example.reasoning and flag == "tool_call_parser":
+        settings["reasoning_parser"] = name
+    async with http_client(engine, **settings) as http:
+        whole = (await http.post("/v1/responses", json=responses)).json()
+        assert of_items(whole["output"]) == expected
+        events = typed_events((await http.post("/v1/responses", json={**responses, "stream": True})).text)
+        assert of_items(events[-1]["response"]["output"]) == expected
+        message = (await http.post("/v1/messages", json=messages)).json()
+        assert of_blocks(message) == expected
+        assert message["stop_reason"] == ("tool_use" if example.calls else "end_turn")
+        stream = await http.post("/v1/messages", json={**messages, "stream": True})
+        assert of_blocks(assembled(typed_events(stream.text))) == expected
