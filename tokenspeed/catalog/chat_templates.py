@@ -8,5 +8,5 @@ from importlib.resources import files
 def builtin_chat_templates() -> dict[str, str]:
     """Name -> Jinja text."""
     folder = files("tokenspeed.catalog") / "templates"
-    found = {item.name: item for item in folder.iterdir() if item.name.endswith(".jinja")}
-    return {name.removesuffix(".jinja"): found[name].read_text(encoding="utf-8") for name in sorted(found)}
+    found = {item.name.removesuffix(".jinja"): item for item in folder.iterdir() if item.name.endswith(".jinja")}
+    return {name: found[name].read_text(encoding="utf-8") for name in sorted(found)}
