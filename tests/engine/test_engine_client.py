@@ -8,10 +8,11 @@ import threading
 from contextlib import aclosing
 
 import pytest
-from fake_runner import NAN_TOKEN, VOCAB, ByteTokenizer, FakeRunner, continuation, engine_config
+from fake_runner import NAN_TOKEN, TEMPLATE, VOCAB, ByteTokenizer, FakeRunner, continuation, engine_config
 
 from tokenspeed.engine.client import AsyncEngineClient
 from tokenspeed.engine.interface import GenerationEvent, GenerationRequest
+from tokenspeed.engine.launch import EngineThread, wait_ready
 from tokenspeed.protocol.errors import EngineDead, InvalidRequest, Overloaded
 from tokenspeed.protocol.sampling import SamplingParams
 
@@ -347,6 +348,21 @@ async def test_close_ends_what_runs(start) -> None:
     await client.close()
     assert (await running).last().finish_reason == "error"
     assert not client.is_alive
+    await client.close()
+
+
+async def test_numbers_are_there_before_the_first_request() -> None:
+    """The engine's first snapshot was lost when it came in one batch with `Ready`: a server that nobody had asked yet
+    had no gauges in /metrics."""
+    engine = EngineThread(engine_config(), FakeRunner)
+    await asyncio.sleep(0.2)  # long enough for both to be waiting
+    ready = await asyncio.to_thread(wait_ready, engine, 20.0)
+    client = AsyncEngineClient(engine, ready, engine_config().model, ByteTokenizer(), TEMPLATE, None)
+    for _ in range(2000):
+        if client.stats is not None:
+            break
+        await asyncio.sleep(0.005)
+    assert client.stats is not None and client.stats.num_running == 0
     await client.close()
 
 

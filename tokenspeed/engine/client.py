@@ -106,6 +106,7 @@ class AsyncEngineClient:
         self._loop = asyncio.get_running_loop()
         self._receiver = threading.Thread(target=self._receive, name="engine-receive", daemon=True)
         self._receiver.start()
+        self._ask_stats()
 
     def render_chat(
         self,
@@ -221,6 +222,14 @@ class AsyncEngineClient:
             self._channel.send(AbortRequest(wire_id, index))
         except EngineDead:
             pass  # nothing is left to abort; the receiver ends the sequences
+
+    def _ask_stats(self) -> None:
+        """The engine's first snapshot may have come together with `Ready`, to a reader who wanted only that; the next
+        is sent with the first step, and until then /metrics would have no numbers of the engine."""
+        try:
+            self._channel.send(Command(0, "stats"))  # calls are numbered from 1: nobody waits for this one
+        except EngineDead:
+            pass  # the receiver finds out, and says why
 
     # -- news from the engine --------------------------------------------------------------------------------------
 
