@@ -213,10 +213,10 @@ async def watch_memory(pid: int, tally: Tally, until: float) -> None:
 
 
 async def soak(url: str, pid: int, args: argparse.Namespace, tally: Tally) -> None:
-    until = time.monotonic() + args.minutes * 60
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
         await wait_ready(session, url)
+        until = time.monotonic() + args.minutes * 60  # the start does not count
         clients = [
             Client(session, url, random.Random(f"{args.seed}-{number}"), tally, args.max_model_len)
             for number in range(args.clients)
