@@ -259,7 +259,8 @@ def test_no_wish_is_ignored():
     acts_elsewhere = {
         "model", "tokenizer", "revision", "download_dir", "hf_overrides", "engine_startup_timeout", "dry_run",
         "gpu_memory_utilization", "cudagraph_capture_sizes", "max_cudagraph_capture_size",  # see test_resolve_gpu.py
-        "disable_cuda_graph_padding",
+        "disable_cuda_graph_padding", "disable_prefill_graph", "prefill_graph_max_tokens",
+        "prefill_graph_capture_sizes",
         "quantization",  # see test_precision_choices.py
         "tensor_parallel_size", "data_parallel_size", "expert_parallel_size",  # one value only
     }  # fmt: skip

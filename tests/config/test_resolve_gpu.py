@@ -125,6 +125,29 @@ def test_dtype_as_asked(asked, chosen):
         (EngineArgs(enforce_eager=True, cudagraph_capture_sizes=(1,)), H200, ["together with --enforce-eager"]),
         (EngineArgs(enforce_eager=True, max_cudagraph_capture_size=8), H200, ["--max-cudagraph-capture-size"]),
         (EngineArgs(enforce_eager=True, disable_cuda_graph_padding=True), H200, ["--disable-cuda-graph-padding"]),
+        (EngineArgs(disable_prefill_graph=True), CPU_ONLY, ["--disable-prefill-graph", "on a CPU"]),
+        (EngineArgs(prefill_graph_max_tokens=64), CPU_ONLY, ["--prefill-graph-max-tokens", "on a CPU"]),
+        (EngineArgs(prefill_graph_capture_sizes=(64,)), CPU_ONLY, ["--prefill-graph-capture-sizes", "on a CPU"]),
+        (
+            EngineArgs(enforce_eager=True, prefill_graph_max_tokens=64),
+            H200,
+            ["max-tokens was given together with --enf"],
+        ),
+        (
+            EngineArgs(disable_prefill_graph=True, prefill_graph_capture_sizes=(64,)),
+            H200,
+            ["--prefill-graph-capture-sizes was given together with --disable-prefill-graph"],
+        ),
+        (
+            EngineArgs(prefill_graph_max_tokens=0, prefill_graph_capture_sizes=(64,)),
+            H200,
+            ["together with --prefill-graph-max-tokens 0"],
+        ),
+        (
+            EngineArgs(prefill_graph_max_tokens=8, prefill_graph_capture_sizes=(64,)),
+            H200,
+            ["no size up to 8", "--disable-prefill-graph"],
+        ),
         (EngineArgs(cudagraph_capture_sizes=(200,)), H200, ["no size up to 160", "--max-num-seqs 160"]),
     ],
 )
@@ -141,6 +164,9 @@ def test_no_wish_is_ignored_on_a_gpu():
         "cudagraph_capture_sizes": (1, 2),
         "max_cudagraph_capture_size": 8,
         "disable_cuda_graph_padding": True,
+        "disable_prefill_graph": True,
+        "prefill_graph_max_tokens": 128,
+        "prefill_graph_capture_sizes": (64,),
         "enforce_eager": True,
         "max_total_tokens": 64000,
         "kv_cache_memory_gb": 2.0,
@@ -162,6 +188,20 @@ def test_capture_sizes_are_filtered_and_said():
     assert engine(EngineArgs(max_num_seqs=3)).capture_sizes == (1, 2, 3)
     assert max(engine(EngineArgs(max_num_seqs=4000)).capture_sizes) == 512
     assert engine(EngineArgs(enforce_eager=True)).capture_sizes == ()
+
+
+def test_prefill_sizes():
+    assert engine().prefill_sizes == (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+    assert engine(EngineArgs(chunked_prefill_size=100)).prefill_sizes == (16, 32, 64, 100)
+    assert engine(EngineArgs(prefill_graph_max_tokens=1000)).prefill_sizes[-2:] == (960, 1000)
+    assert engine(EngineArgs(prefill_graph_max_tokens=9)).prefill_sizes == (9,)
+    assert engine(EngineArgs(prefill_graph_max_tokens=1)).prefill_sizes == ()
+    for off in ({"prefill_graph_max_tokens": 0}, {"disable_prefill_graph": True}, {"enforce_eager": True}):
+        assert engine(EngineArgs(**off)).prefill_sizes == ()
+    config = engine(EngineArgs(prefill_graph_capture_sizes=(64, 32, 64, 9000)))
+    assert config.prefill_sizes == (32, 64)
+    assert "none above 8192" in reason(config, "--prefill-graph-capture-sizes")
+    assert engine(EngineArgs(prefill_graph_capture_sizes=(600, 40))).prefill_sizes == (40, 600)
 
 
 def test_exact_sizes_without_padding():

@@ -15,11 +15,13 @@ from tokenspeed.protocol.errors import ConfigError
 from tokenspeed.runner import memory
 from tokenspeed.runner.memory import (
     GRAPH_BYTES,
+    PREFILL_GRAPH_REQUESTS,
     SLACK_BYTES,
     MemoryUse,
     PoolWish,
     graph_reserve_bytes,
     plan_kv_pages,
+    prefill_reserve_bytes,
     size_cuda_pool,
 )
 
@@ -113,6 +115,9 @@ def test_explicit_sizes_that_cannot_be(changes, parts):
 def test_graph_reserve():
     assert graph_reserve_bytes((), 1000, GIB) == 0
     assert graph_reserve_bytes((1, 8), 1000, 500) == 500 + 9 * 1000 * 4 + 2 * GRAPH_BYTES
+    assert prefill_reserve_bytes((), 1000, GIB, 8192) == 0
+    each = PREFILL_GRAPH_REQUESTS * 1000 * 4 + GRAPH_BYTES
+    assert prefill_reserve_bytes((16, 512), 1000, GIB, 8192) == GIB // 16 + 2 * each
 
 
 class FakeCuda:
@@ -144,6 +149,8 @@ def config(**changes) -> types.SimpleNamespace:
     about = {
         "gpu_memory_utilization": 0.9,
         "capture_sizes": (1, 2),
+        "prefill_sizes": (16, 64),
+        "max_num_batched_tokens": 512,
         "model": types.SimpleNamespace(vocab_size=1000),
         "page_size": 64,
         "max_model_len": 4096,
@@ -166,7 +173,7 @@ def test_measuring(monkeypatch):
         cuda.others += GIB  # kernels are loaded
 
     pages = size_cuda_pool(prefill, decode, groups, config(), torch.device("cuda"))
-    graphs = graph_reserve_bytes((1, 2), 1000, GIB)
+    graphs = graph_reserve_bytes((1, 2), 1000, GIB) + prefill_reserve_bytes((16, 64), 1000, 3 * GIB, 512)
     assert pages == (90 * GIB - 2 * GIB - 16 * GIB - 3 * GIB - SLACK_BYTES - graphs) // PAGE - 1
     assert cuda.calls == ["empty_cache", "synchronize", "synchronize"]
 

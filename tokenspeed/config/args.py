@@ -371,6 +371,39 @@ class EngineArgs(ServerArgs):
         only_on="cuda",
     )
 
+    disable_prefill_graph: bool = flag(
+        False,
+        "--disable-prefill-graph",
+        DEVICE,
+        "Do not record small prompt steps; run them operation by operation.",
+        kind="on",
+        only_on="cuda",
+    )
+    prefill_graph_max_tokens: int | None = flag(
+        None,
+        "--prefill-graph-max-tokens",
+        DEVICE,
+        "Most prompt tokens of a step that is recorded; 0 records none.",
+        parse=integer,
+        metavar="TOKENS",
+        at_least=0,
+        default_text="512, or `--chunked-prefill-size` if that is less",
+        only_on="cuda",
+    )
+    prefill_graph_capture_sizes: tuple[int, ...] = flag(
+        (),
+        "--prefill-graph-capture-sizes --prefill-graph-capture-token-sizes",
+        DEVICE,
+        "Token counts of prompt steps that are recorded as CUDA graphs, each for at most 8 requests; others are padded "
+        "to the next one. Sizes above `--prefill-graph-max-tokens` are dropped.",
+        kind="values",
+        parse=integer,
+        metavar="TOKENS",
+        at_least=2,
+        default_text="16 32 64 128, then steps of 64",
+        only_on="cuda",
+    )
+
     # --- parallelism -----------------------------------------------------------------------------------------------
     tensor_parallel_size: int = flag(
         1,

@@ -31,6 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         num_threads: CPU threads of the runner; with a GPU, processes that compile kernels at start.
         gpu_memory_utilization: share of the GPU's memory that the engine may use; None on a CPU.
         capture_sizes: decode batch sizes recorded as CUDA graphs, ascending; empty on a CPU and when eager.
+        prefill_sizes: token counts of small prompt steps recorded as CUDA graphs, ascending; empty likewise.
         pad_graphs: a batch between two of these sizes is padded to the next one.
         skip_tokenizer_init: the client works in token ids only.
         quantize_on_load: what a dense checkpoint is quantized to; None = weights stay as they are stored.
@@ -62,6 +63,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_len: int
     gpu_memory_utilization: float | None = None
     capture_sizes: tuple[int, ...] = ()
+    prefill_sizes: tuple[int, ...] = ()
     pad_graphs: bool = True
     quantize_on_load: Literal["fp8"] | None = None
     trust_remote_code: bool = False

@@ -10,6 +10,8 @@ from tokenspeed.protocol.errors import ConfigError
 
 GIB = 2**30
 MIN_CAPABILITY = (8, 0)
+MAX_PREFILL_TOKENS = 512
+"""Above so many prompt tokens the GPU needs longer for a step than the host to launch it."""
 MAX_GRAPH_ROWS = 512
 """Above so many rows a step is bound by arithmetic, and launches no longer show."""
 
@@ -76,6 +78,54 @@ def capture_sizes(args: EngineArgs, choices: list[Choice]) -> tuple[int, ...]:
         reason = f"without {_shown(dropped)}: batches never exceed {limit} here"
         choices.append(Choice("--cudagraph-capture-sizes", _shown(kept), reason))
     return kept
+
+
+def prefill_sizes(args: EngineArgs, token_budget: int, choices: list[Choice]) -> tuple[int, ...]:
+    """Token counts of prompt steps that are recorded, ascending.
+
+    Args:
+        token_budget: most tokens of one step.
+    Raises:
+        ConfigError: flags that contradict each other, or no size that can occur.
+    """
+    given, most = args.prefill_graph_capture_sizes, args.prefill_graph_max_tokens
+    off = next(
+        (
+            name
+            for name, is_given in (
+                ("--enforce-eager", args.enforce_eager),
+                ("--disable-prefill-graph", args.disable_prefill_graph),
+                ("--prefill-graph-max-tokens 0", most == 0),
+            )
+            if is_given
+        ),
+        None,
+    )
+    if off is not None:
+        for name, is_given in (("--prefill-graph-capture-sizes", given), ("--prefill-graph-max-tokens", most)):
+            if is_given:
+                raise ConfigError(f"{name} was given together with {off}, with which no prompt step is recorded")
+        return ()
+    if most is None:
+        most = min(max(given), token_budget) if given else min(MAX_PREFILL_TOKENS, token_budget)
+        choices.append(Choice("--prefill-graph-max-tokens", str(most), "a larger step keeps the GPU busy by itself"))
+    limit = min(most, token_budget)
+    sizes = tuple(sorted({size for size in given if size <= limit})) if given else prefill_ladder(limit)
+    if given and not sizes:
+        raise ConfigError(
+            f"--prefill-graph-capture-sizes has no size up to {limit} (--prefill-graph-max-tokens {most}, a step takes "
+            f"{token_budget} tokens); add smaller ones, or use --disable-prefill-graph"
+        )
+    if not given or len(sizes) < len(set(given)):
+        reason = f"none above {limit} can occur" if given else "few sizes to record, and at most 63 tokens of padding"
+        choices.append(Choice("--prefill-graph-capture-sizes", _shown(sizes) or "none", reason))
+    return sizes
+
+
+def prefill_ladder(limit: int) -> tuple[int, ...]:
+    """16 32 64 128 192 256 ... and `limit`: up to 128 tokens a step is bound by the bytes of the weights."""
+    sizes = (16, 32, *range(64, limit, 64))
+    return tuple(size for size in sorted({*sizes, limit}) if 2 <= size <= limit)
 
 
 def capture_ladder(limit: int) -> tuple[int, ...]:

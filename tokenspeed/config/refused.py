@@ -188,12 +188,9 @@ _MEMORY = (
 
 _GRAPHS = (
     *_all(
-        "graphs are recorded for decode steps only, without such settings; leave the flag out",
+        "graphs are recorded without such settings; leave the flag out",
         ("--enable-cudagraph-gc", "garbage collection while recording"),
         ("--disable-cudagraph-memory-reserve", "no memory set aside for graphs"),
-        ("--disable-prefill-graph", "no graphs for prefill"),
-        ("--prefill-graph-max-tokens", "largest recorded prefill"),
-        ("--prefill-graph-capture-sizes --prefill-graph-capture-token-sizes", "recorded prefill sizes"),
         ("--prefill-graph-capture-batch-sizes", "recorded prefill batch sizes"),
         ("--disable-autotune --disable-flashinfer-autotune", "no kernel tuning at start"),
         ("--disable-pdl", "no programmatic dependent launch"),

@@ -14,7 +14,7 @@ from tokenspeed.config.args import FLAGS, EngineArgs
 from tokenspeed.config.attention_choices import check_device
 from tokenspeed.config.device import DeviceInfo
 from tokenspeed.config.engine import Choice, EngineConfig
-from tokenspeed.config.gpu_choices import capture_sizes, memory_utilization, usable_gpu
+from tokenspeed.config.gpu_choices import capture_sizes, memory_utilization, prefill_sizes, usable_gpu
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.config.precision_choices import kv_dtype, quantize_on_load
 from tokenspeed.config.server import ServerConfig
@@ -112,6 +112,7 @@ def resolve(
     token_bytes = kv_bytes_per_token(model, kv_cache_dtype)
     capacity = _capacity(num_pages, kv_memory_bytes, page_size, token_bytes)
     max_model_len = _max_model_len(args, model, capacity, token_bytes, allow_longer_context, choices)
+    budget = _token_budget(args, usual, max_model_len, choices)
     engine = EngineConfig(
         model=model,
         checkpoint=checkpoint,
@@ -122,7 +123,7 @@ def resolve(
         quantize_on_load=quantize_on_load(args, model),
         max_model_len=max_model_len,
         max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=_token_budget(args, usual, max_model_len, choices),
+        max_num_batched_tokens=budget,
         page_size=page_size,
         num_pages=num_pages,
         kv_memory_bytes=kv_memory_bytes,
@@ -134,6 +135,7 @@ def resolve(
         num_threads=_num_threads(args, device, choices) if kind == "cpu" else device.num_physical_cores,
         gpu_memory_utilization=utilization,
         capture_sizes=capture_sizes(args, choices) if kind == "cuda" else (),
+        prefill_sizes=prefill_sizes(args, budget, choices) if kind == "cuda" else (),
         pad_graphs=not args.disable_cuda_graph_padding,
         seed=_seed(args, drawn_seed, choices),
         max_queue_len=args.max_queue_len,

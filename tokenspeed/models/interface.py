@@ -54,8 +54,8 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """token_ids, positions: [T] int64 -> hidden states after the final norm, [T, hidden_size].
 
-        Writes this step's keys and values into the pool. Records into a step graph when the runner captures (without
-        `wanted`).
+        Writes this step's keys and values into the pool. Records into a step graph when the runner captures (on a CPU
+        without `wanted`).
 
         Args:
             wanted: [N] int64, the tokens whose hidden states are asked for; the result is then [N, hidden_size] and the

@@ -44,6 +44,7 @@ def build_cuda_runner(config: EngineConfig) -> CudaModelRunner:
     graphs = GraphPlan(
         sizes=config.capture_sizes,
         pad=config.pad_graphs,
+        prefill_sizes=config.prefill_sizes,
         warm_up=tuple(warm_up),
         ready=_nothing_to_watch if is_worker() else monitor.serving,
     )

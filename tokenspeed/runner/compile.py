@@ -163,6 +163,7 @@ def twin(config: EngineConfig) -> EngineConfig:
         kv_memory_bytes=None,
         gpu_memory_utilization=1.0,
         capture_sizes=representatives(config.capture_sizes),
+        prefill_sizes=representatives(config.prefill_sizes),
         grammar_backend="none",
         seed=0,
         choices=(),

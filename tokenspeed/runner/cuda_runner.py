@@ -19,6 +19,7 @@ from tokenspeed.attention.interface import AttentionBackend
 from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.kernels.ops import Ops
+from tokenspeed.kernels.triton.registered import has_pdl
 from tokenspeed.kernels.triton.sampling import sample_rows
 from tokenspeed.models.interface import Model
 from tokenspeed.observability.startup import startup_phase
@@ -27,7 +28,9 @@ from tokenspeed.runner.constraints import Constraints
 from tokenspeed.runner.decode_graphs import DecodeGraphs
 from tokenspeed.runner.device_state import DeviceState, to_device
 from tokenspeed.runner.grammar_rows import GrammarRows
+from tokenspeed.runner.memory import PREFILL_GRAPH_REQUESTS
 from tokenspeed.runner.model_runner import Limits
+from tokenspeed.runner.prefill_graphs import PrefillGraphs
 from tokenspeed.runner.prompt_logprobs import PendingPrompt, PromptLogprobs
 from tokenspeed.runner.slot_sampling import SlotParameters
 from tokenspeed.sampling.sampler import NAN_LOGITS, SampledBatch, Sampler
@@ -65,18 +68,25 @@ def _nothing() -> None:
     """For runners that nobody watches."""
 
 
+def _pinned(count: int) -> torch.Tensor:
+    """Numbers of a step on their way to the device, [count] int32."""
+    return torch.empty(count, dtype=torch.int32, pin_memory=True)
+
+
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
     """What `capture` does.
 
     Fields:
-        sizes: decode batch sizes to record; empty = every step runs eagerly. pad: see `DecodeGraphs.capture`.
+        sizes: decode batch sizes to record; empty = decode steps run eagerly. pad: see `DecodeGraphs.capture`.
+        prefill_sizes: token counts of prompt steps to record; empty = prompts run eagerly.
         warm_up: steps to run afterwards, for the kernels that no graph holds.
         ready: called at the end: from here on nothing should have to be compiled.
     """
 
     sizes: tuple[int, ...] = ()
     pad: bool = True
+    prefill_sizes: tuple[int, ...] = ()
     warm_up: tuple[StepPlan, ...] = ()
     ready: Callable[[], None] = _nothing
 
@@ -110,12 +120,18 @@ class CudaModelRunner:
         self._sampler = Sampler(num_slots, vocab_size, ops.device)
         self._prompts = PromptLogprobs(model, self._state.token_ids)
         self._grammar_rows = GrammarRows(Constraints(grammars, vocab_size), ops.device)
+        self._pdl = has_pdl(ops.device)
         self._graphs: DecodeGraphs | None = None
-        if ops.recorder is not None and graphs.sizes:
-            self._graphs = DecodeGraphs(
-                model, backend, ops.recorder, self._state, self._parameters.sampling, limits.max_num_seqs
-            )
-        self._staging = [torch.empty(2, num_slots, dtype=torch.int32, pin_memory=True) for _ in range(NUM_STAGING)]
+        self._prefill: PrefillGraphs | None = None
+        self._is_warm = False  # before that, prompts run eagerly: warm-up is for what no graph holds
+        if ops.recorder is not None and backend.can_record:
+            parts = (model, backend, ops.recorder, self._state, self._parameters.sampling)
+            if graphs.sizes:
+                self._graphs = DecodeGraphs(*parts, limits.max_num_seqs, self._pdl)
+            if graphs.prefill_sizes:
+                self._prefill = PrefillGraphs(*parts, limits.max_num_seqs, self._pdl)
+        self._staging = [_pinned(2 * num_slots) for _ in range(NUM_STAGING)]
+        self._prefill_staging = [_pinned(4 * PREFILL_GRAPH_REQUESTS) for _ in range(NUM_STAGING)]
         self._stream = torch.cuda.Stream(ops.device)  # type: ignore[no-untyped-call]
         self._launcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner-launch")
         self._in_flight: queue.SimpleQueue[tuple[_Launched, Future[StepResult]] | None] = queue.SimpleQueue()
@@ -144,15 +160,25 @@ class CudaModelRunner:
             self.on_device(self._record)
         for plan in self._graph_plan.warm_up:
             self.execute(plan).result()
+        self._is_warm = True
         self._graph_plan.ready()
 
     def _record(self) -> None:
         plan = self._graph_plan
+        reason = "" if self._backend.can_record else f" ({self._backend.name} attention cannot be recorded)"
         if self._graphs is None:
-            self._report.append("decode graphs: none, every step runs eagerly")
-            return
-        self._graphs.capture(plan.sizes, plan.pad)
-        self._report.append(f"decode graphs: {len(plan.sizes)} sizes up to {max(plan.sizes)} rows")
+            self._report.append(f"decode graphs: none, decode steps run eagerly{reason}")
+        else:
+            self._graphs.capture(plan.sizes, plan.pad)
+            self._report.append(f"decode graphs: {len(plan.sizes)} sizes up to {max(plan.sizes)} rows")
+        if self._prefill is None:
+            self._report.append(f"prefill graphs: none, prompts run eagerly{reason}")
+        else:
+            self._prefill.capture(plan.prefill_sizes)
+            self._report.append(
+                f"prefill graphs: {len(plan.prefill_sizes)} sizes up to {max(plan.prefill_sizes)} tokens of at most "
+                f"{PREFILL_GRAPH_REQUESTS} requests"
+            )
 
     def on_device(self, work: Callable[[], None]) -> None:
         """Run on the launching thread and stream, and wait for the device (start-up and benchmarks)."""
@@ -201,9 +227,14 @@ class CudaModelRunner:
             parts.append((decodes, self._replay(decodes, size, self._staging[plan.step_id % NUM_STAGING])))
         if others:
             sampling = [row for row in others if row.samples]
-            logits = self._eager(others, prompts)
-            if sampling:
-                parts.append((sampling, self._sample(sampling, logits)))
+            recorded = self._prefill_size(others)
+            if recorded is not None:
+                staging = self._prefill_staging[plan.step_id % NUM_STAGING]
+                parts.append((sampling, self._replay_prefill(others, sampling, recorded, staging)))
+            else:
+                logits = self._eager(others, prompts)
+                if sampling:
+                    parts.append((sampling, self._sample(sampling, logits)))
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._stream)
         return _Launched(plan, done, parts, prompts)
@@ -213,13 +244,29 @@ class CudaModelRunner:
         decode = self._graphs.graph(size)
         slots = [row.slot for row in rows]
         pad = size - len(rows)
-        host = staging.view(-1)[: 2 * size].view(2, size)
+        host = staging[: 2 * size].view(2, size)
         numbers = host.numpy()
         numbers[0] = slots + [self._graphs.scratch_slot] * pad
         numbers[1] = [row.start for row in rows] + [0] * pad
         decode.rows.copy_(host, non_blocking=True)
         decode.graph.replay()
         return self._to_host(rows, slots, decode.token_ids[: len(rows)], decode.logits)
+
+    def _prefill_size(self, rows: list[Row]) -> int | None:
+        """The recorded token count that serves rows without a decode graph; None: they run eagerly."""
+        if self._prefill is None or not self._is_warm or any(self._prompts.wants(row.slot) for row in rows):
+            return None
+        return self._prefill.size_for(rows)
+
+    def _replay_prefill(self, rows: list[Row], sampling: list[Row], size: int, staging: torch.Tensor) -> _Sampled:
+        assert self._prefill is not None
+        prefill = self._prefill.graph(size)
+        host = staging[: prefill.rows.numel()].view(prefill.rows.shape)
+        self._prefill.fill(host, [*sampling, *(row for row in rows if not row.samples)])
+        prefill.rows.copy_(host, non_blocking=True)
+        prefill.graph.replay()
+        slots = [row.slot for row in sampling]
+        return self._to_host(sampling, slots, prefill.token_ids[: len(slots)], prefill.logits)
 
     def _eager(self, rows: list[Row], prompts: dict[int, PendingPrompt]) -> torch.Tensor:
         """Forward of any rows; logits [n, V] float32 of those that sample."""
@@ -246,7 +293,7 @@ class CudaModelRunner:
         slots = [row.slot for row in rows]
         positions = to_device([row.start + row.num_tokens for row in rows], torch.int64, self._device)
         where = to_device(slots, torch.int32, self._device)
-        token_ids = sample_rows(logits, where, positions, self._parameters.sampling, self._state.token_ids)
+        token_ids = sample_rows(logits, where, positions, self._parameters.sampling, self._state.token_ids, self._pdl)
         return self._to_host(rows, slots, token_ids, logits)
 
     def _to_host(self, rows: list[Row], slots: list[int], token_ids: torch.Tensor, logits: torch.Tensor) -> _Sampled:

@@ -43,6 +43,7 @@ class DecodeGraphs:
 
     Args:
         scratch_slot: a slot of `state` that no request has; its page table points at the scratch page.
+        pdl: programmatic dependent launch (compute capability 9.0 and later).
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class DecodeGraphs:
         state: DeviceState,
         sampling: SlotSampling,
         scratch_slot: int,
+        pdl: bool,
     ) -> None:
         self._model = model
         self._backend = backend
         self._recorder = recorder
         self._state = state
         self._sampling = sampling
+        self._pdl = pdl
         self.scratch_slot = scratch_slot
         self._graphs: dict[int, DecodeGraph] = {}
         self._size_for: dict[int, int] = {}
@@ -103,7 +106,8 @@ class DecodeGraphs:
         self._backend.plan(batch)
         hidden = self._model.forward(inputs.token_ids, inputs.positions, batch)
         logits = self._model.head(hidden)
-        return logits, sample_rows(logits, rows[0], inputs.next_positions, self._sampling, state.token_ids)
+        positions = inputs.next_positions
+        return logits, sample_rows(logits, rows[0], positions, self._sampling, state.token_ids, self._pdl)
 
     def _buffers(self, size: int) -> tuple[DecodeInputs, AttentionBatch]:
         device = self._state.device

@@ -23,6 +23,9 @@ from tokenspeed.protocol.errors import ConfigError
 
 GIB = 2**30
 MIB = 2**20
+PREFILL_GRAPH_REQUESTS = 8
+"""Requests that a recorded prompt step has room for. Attention launches a program for each request, head and query
+block; those of padding return at once."""
 GRAPH_BYTES = 16 * MIB
 """What the driver keeps for one recorded step of some hundred kernels."""
 SLACK_BYTES = 128 * MIB
@@ -126,6 +129,18 @@ def graph_reserve_bytes(sizes: Sequence[int], vocab_size: int, decode_bytes: int
     return decode_bytes + sum(sizes) * vocab_size * 4 + len(sizes) * GRAPH_BYTES
 
 
+def prefill_reserve_bytes(sizes: Sequence[int], vocab_size: int, prefill_bytes: int, num_tokens: int) -> int:
+    """Memory that recorded prompt steps keep: the activations of the largest, and each one's own logits.
+
+    Args:
+        prefill_bytes: what a step of `num_tokens` prompt tokens takes.
+    """
+    if not sizes:
+        return 0
+    activations = prefill_bytes * max(sizes) // num_tokens
+    return activations + len(sizes) * (PREFILL_GRAPH_REQUESTS * vocab_size * 4 + GRAPH_BYTES)
+
+
 def size_cuda_pool(
     prefill: Callable[[], None],
     decode: Callable[[], None],
@@ -155,7 +170,10 @@ def size_cuda_pool(
         others=total - free - torch.cuda.memory_reserved(device),
         weights=weights,
         step=max(decode_bytes, prefill_bytes) + SLACK_BYTES,
-        graphs=graph_reserve_bytes(config.capture_sizes, config.model.vocab_size, decode_bytes),
+        graphs=graph_reserve_bytes(config.capture_sizes, config.model.vocab_size, decode_bytes)
+        + prefill_reserve_bytes(
+            config.prefill_sizes, config.model.vocab_size, prefill_bytes, config.max_num_batched_tokens
+        ),
     )
     wish = PoolWish(
         page_bytes=sum(group.page_bytes for group in groups),
@@ -212,7 +230,7 @@ def _remedies(use: MemoryUse, wish: PoolWish, num_pages: int) -> str:
         found.append(f"raise --gpu-memory-utilization to {rounded:g}")
     found.append("lower --chunked-prefill-size or --max-num-seqs (a smaller largest step)")
     if use.graphs > GIB:
-        found.append("lower --max-cudagraph-capture-size")
+        found.append("lower --max-cudagraph-capture-size or --prefill-graph-max-tokens")
     return "".join(f", or {remedy}" for remedy in found)
 
 

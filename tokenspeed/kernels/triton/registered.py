@@ -28,9 +28,13 @@ def _why_not(need: Need) -> str | None:
     return None
 
 
-def _has_pdl(need: Need) -> bool:
+def has_pdl(device: torch.device) -> bool:
     """Programmatic dependent launch came with Hopper."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(need.device) >= (9, 0)
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _has_pdl(need: Need) -> bool:
+    return has_pdl(need.device)
 
 
 def _embedding(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,10 @@
-"""The first kernel of a decode graph: from slots and lengths to what the model and attention read.
+"""The first kernel of a recorded step: from slots and lengths to what the model and attention read.
 
 Bytes     a few hundred a row; launch latency is the cost, hidden by programmatic dependent launch of what follows.
+
+Tokens of a recorded prompt step, half-open; `ends` comes from the host, query_start = [0, *ends]:
+    [0, ends[0]) request 0   [ends[0], ends[1]) request 1   ...   [ends[-1], T) padding, in the scratch slot's page
+Requests beyond the step's own end where the last one ends: they have no tokens.
 """
 
 from __future__ import annotations
@@ -87,5 +91,136 @@ def decode_inputs(
         out.page_table.stride(0),
         PAGE_SIZE=page_size,
         BLOCK=128,
+        num_warps=1,
+    )
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("num_requests", "num_tokens", "scratch_slot"),
+        *("token_ids_stride", "page_table_stride", "out_pages_stride"),
+    ]
+)
+def _prefill_inputs_kernel(
+    rows_ptr,
+    token_ids_ptr,
+    page_table_ptr,
+    out_ids_ptr,
+    positions_ptr,
+    flat_slots_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    wanted_ptr,
+    next_positions_ptr,
+    out_pages_ptr,
+    num_requests,
+    num_tokens,
+    scratch_slot,
+    token_ids_stride,
+    page_table_stride,
+    out_pages_stride,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The first `num_requests` programs own a request each, the others BLOCK tokens."""
+    program = tl.program_id(0)
+    starts_ptr = rows_ptr + num_requests
+    ends_ptr = starts_ptr + num_requests
+    if program < num_requests:
+        begin = tl.load(ends_ptr + program - 1, mask=program > 0, other=0)
+        end = tl.load(ends_ptr + program)
+        slot = tl.load(rows_ptr + program).to(tl.int64)
+        seq_len = tl.load(starts_ptr + program) + end - begin
+        if program == 0:
+            tl.store(query_start_ptr, 0)
+        tl.store(query_start_ptr + program + 1, end)
+        tl.store(seq_lens_ptr + program, seq_len)
+        tl.store(wanted_ptr + program, tl.maximum(end - 1, 0).to(tl.int64))
+        tl.store(next_positions_ptr + program, seq_len.to(tl.int64))
+        pages = page_table_ptr + slot * page_table_stride
+        num_pages = tl.cdiv(seq_len, PAGE_SIZE)
+        for first in range(0, num_pages, BLOCK_P):
+            cols = first + tl.arange(0, BLOCK_P)
+            live = cols < num_pages
+            tl.store(out_pages_ptr + program * out_pages_stride + cols, tl.load(pages + cols, mask=live), mask=live)
+    else:
+        tokens = (program - num_requests) * BLOCK + tl.arange(0, BLOCK)
+        inside = tokens < num_tokens
+        requests = tl.arange(0, BLOCK_R)
+        ends = tl.load(ends_ptr + requests, mask=requests < num_requests, other=0x7FFFFFFF)
+        owner = tl.sum((tokens[:, None] >= ends[None, :]).to(tl.int32), axis=1)
+        live = owner < num_requests
+        begin = tl.load(ends_ptr + owner - 1, mask=live & (owner > 0), other=0)
+        slot = tl.load(rows_ptr + owner, mask=live, other=scratch_slot).to(tl.int64)
+        start = tl.load(starts_ptr + owner, mask=live, other=0)
+        position = tl.where(live, start + tokens - begin, 0)
+        token_id = tl.load(token_ids_ptr + slot * token_ids_stride + position, mask=inside, other=0)
+        page = tl.load(page_table_ptr + slot * page_table_stride + position // PAGE_SIZE, mask=inside, other=0)
+        tl.store(out_ids_ptr + tokens, token_id, mask=inside)
+        tl.store(positions_ptr + tokens, position.to(tl.int64), mask=inside)
+        tl.store(flat_slots_ptr + tokens, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillInputs:
+    """Static buffers of a graph for T tokens of R requests.
+
+    Fields:
+        token_ids, positions, flat_slots: [T] int64, of every token; padding tokens go to the scratch slot.
+        query_start: [R + 1] int32. seq_lens: [R] int32, this step's tokens included. page_table: [R, P] int32.
+        wanted: [R] int64, each request's last token among the T. next_positions: [R] int64, of the token after it.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    flat_slots: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    page_table: torch.Tensor
+    wanted: torch.Tensor
+    next_positions: torch.Tensor
+
+
+def prefill_inputs(
+    rows: torch.Tensor,
+    token_ids: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+    scratch_slot: int,
+    out: PrefillInputs,
+) -> None:
+    """Fill `out` for prompt rows.
+
+    Args:
+        rows: [>= 3, R] int32: slots, starts (position of each row's first token), ends (its tokens' end among the T).
+        token_ids: [S, L] int64, page_table: [S, P] int32, by slot.
+        scratch_slot: whose position 0 padding tokens take.
+    """
+    num_requests, num_tokens = rows.shape[1], out.token_ids.shape[0]
+    block = 64
+    _prefill_inputs_kernel[(num_requests + triton.cdiv(num_tokens, block),)](
+        rows,
+        token_ids,
+        page_table,
+        out.token_ids,
+        out.positions,
+        out.flat_slots,
+        out.query_start,
+        out.seq_lens,
+        out.wanted,
+        out.next_positions,
+        out.page_table,
+        num_requests,
+        num_tokens,
+        scratch_slot,
+        token_ids.stride(0),
+        page_table.stride(0),
+        out.page_table.stride(0),
+        PAGE_SIZE=page_size,
+        BLOCK=block,
+        BLOCK_R=triton.next_power_of_2(num_requests),
+        BLOCK_P=128,
         num_warps=1,
     )

@@ -1,0 +1,235 @@
+"""The GPU runner's own logic: with graphs of decodes and prompts and without, the same plans give the same tokens.
+
+With a GPU this is the runner as it is. Without, `torch.cuda` is replaced by stand-ins that do everything at once, a
+graph remembers the forward that was recorded, and sampling is torch's (the kernel has its own tests).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from runner_support import PAGE_SIZE, Plans
+
+from tokenspeed.attention.paged import PagedAttentionBackend
+from tokenspeed.cache.spec import group_layers
+from tokenspeed.distributed.mesh import SINGLE
+from tokenspeed.kernels.registry import Need, select_ops
+from tokenspeed.kernels.triton.sampling import SlotSampling
+from tokenspeed.models.registry import build_model, examples
+from tokenspeed.protocol.sampling import SamplingParams
+from tokenspeed.protocol.step import RowResult, StepPlan
+from tokenspeed.quantization.select import scheme_for
+from tokenspeed.runner import cuda_runner, decode_graphs, prefill_graphs
+from tokenspeed.runner.cuda_runner import CudaModelRunner, GraphPlan
+from tokenspeed.runner.decode_graphs import DecodeGraphs
+from tokenspeed.runner.kv_pool import allocate
+from tokenspeed.runner.model_runner import Limits
+from tokenspeed.runner.prefill_graphs import PrefillGraphs
+from tokenspeed.runner.warm_up import warm_up_plans
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+SLOTS, LENGTH, NUM_PAGES = 4, 60, 64
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+
+
+class Recording:
+    """A `Recorder`, and its graphs: replaying runs the forward again on its recorded buffers."""
+
+    def __init__(self) -> None:
+        self.num_replays: dict[str, int] = {}
+        self.last: tuple[Any, ...] = ()
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[RecordedStep]:
+        graph = RecordedStep(self)
+        yield graph
+        graph.step = self.last
+
+
+class RecordedStep:
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self.step: tuple[Any, ...] = ()
+
+    def replay(self) -> None:
+        forward, owner, buffers, kept = self.step
+        kind = type(owner).__name__
+        self._recording.num_replays[kind] = self._recording.num_replays.get(kind, 0) + 1
+        for old, new in zip(kept, forward(owner, *buffers), strict=True):
+            old.copy_(new)
+
+
+class AtOnce:
+    """A stream or an event of a device that is never behind."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record(self, _: Any) -> None: ...
+
+
+class UnpinnedTorch:
+    """torch, whose memory is pinned nowhere, and whose GPU is the CPU."""
+
+    cuda = SimpleNamespace(
+        Stream=AtOnce, Event=AtOnce, stream=lambda _: contextlib.nullcontext(), default_stream=lambda _: AtOnce()
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *shape: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        return torch.empty(*shape, dtype=dtype)
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    sampling: SlotSampling,
+    token_ids: torch.Tensor,
+    pdl: bool,
+) -> torch.Tensor:
+    """Stands for the kernel: a draw depends on logits, seed and position alone."""
+    assert not pdl
+    chosen = []
+    for scores, slot, position in zip(logits.float(), slots.tolist(), positions.tolist(), strict=True):
+        temperature = float(sampling.temperature[slot])
+        if temperature > 0:
+            generator = torch.Generator().manual_seed(1000 * int(sampling.seed[slot]) + position)
+            scores = scores / temperature - torch.rand(scores.shape, generator=generator).log().neg().log()
+        chosen.append(-1 if scores.isnan().any() else int(scores.argmax()))
+        token_ids[slot, position] = max(chosen[-1], 0)
+    return torch.tensor(chosen, dtype=torch.int32)
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
+    recording = Recording()
+    if ON_GPU:
+        return recording
+    monkeypatch.setattr(cuda_runner, "torch", UnpinnedTorch())
+    monkeypatch.setattr(cuda_runner, "has_pdl", lambda device: False)
+    for module in (cuda_runner, decode_graphs, prefill_graphs):
+        monkeypatch.setattr(module, "sample_rows", sample_rows)
+    for kind in (DecodeGraphs, PrefillGraphs):
+
+        def remember(self: Any, *buffers: Any, forward: Any = kind._forward) -> Any:
+            kept = forward(self, *buffers)
+            recording.last = (forward, self, buffers, kept)
+            return kept
+
+        monkeypatch.setattr(kind, "_forward", remember)
+    return recording
+
+
+def run(plans: list[StepPlan], graphs: GraphPlan, recording: Recording) -> tuple[list[list[RowResult]], list[str]]:
+    """Results of plans that are all queued at once, as rows; and the runner's report."""
+    config = examples()[0]
+    need = Need(DEVICE, torch.float32)
+    ops = select_ops(need)[0] if ON_GPU else replace(select_ops(need, only="reference")[0], recorder=recording)
+    backend = PagedAttentionBackend(ops)
+    model = build_model(config, SINGLE, scheme_for(config, ops), ops, backend)
+    generator = torch.Generator().manual_seed(7)
+    for name, rule in model.load_rules().items():
+        shape = model.expected_shapes()[name]
+        tensor = (torch.randn(shape, generator=generator) * 0.3).to(DEVICE)
+        rule(SimpleNamespace(name=name, where=name, shape=shape, qtype=None, read=lambda *_, kept=tensor: kept.clone()))
+    model.finish()
+    groups = [replace(group, num_pages=NUM_PAGES) for group in group_layers(model.cache_specs(), PAGE_SIZE)]
+    shape = (config.num_layers, config.num_kv_heads, config.head_dim)
+    model.bind_kv(list(allocate(groups, *shape, torch.float32, DEVICE)))
+    report: list[str] = []
+    runner = CudaModelRunner(model, backend, ops, groups, Limits(SLOTS, LENGTH), config.vocab_size, graphs, report)
+    try:
+        runner.capture()
+        futures = [runner.execute(plan) for plan in plans]
+        return [future.result(60).rows for future in futures], report
+    finally:
+        runner.close()
+
+
+def random_plans(seed: int, vocab: int) -> list[StepPlan]:
+    """Prompts that arrive while others decode, in chunks, some asking for logprobs or prompt logprobs."""
+    rng = random.Random(seed)
+    plans = Plans(NUM_PAGES)
+    wishes = [
+        GREEDY,
+        SamplingParams(temperature=0.7, top_p=0.9, seed=5),
+        SamplingParams(temperature=0.0, logprobs=2, seed=0),
+    ]
+    prompts: dict[int, int] = {}
+    steps = []
+    started: set[int] = set()
+    for _ in range(14):
+        admissions, rows = [], [plans.decode(slot) for slot in sorted(started)]
+        for slot in range(SLOTS):
+            if slot not in prompts and rng.random() < 0.4:
+                length = rng.randint(1, 20)
+                sampling = rng.choice(wishes)
+                if rng.random() < 0.15:
+                    sampling = SamplingParams(temperature=0.0, prompt_logprobs=1, seed=0)
+                admissions.append(plans.admit(slot, [rng.randrange(vocab) for _ in range(length)], sampling))
+                prompts[slot] = length
+        for slot, left in list(prompts.items()):
+            if slot in started or rng.random() < 0.3:
+                continue
+            chunk = rng.randint(1, left)
+            prompts[slot] -= chunk
+            rows.append(plans.row(slot, chunk, samples=prompts[slot] == 0))
+            if prompts[slot] == 0:
+                started.add(slot)
+        if rows:
+            steps.append(plans.step(admissions, rows))
+        else:
+            for admission in admissions:  # an admission travels with a step
+                del prompts[admission.slot]
+    return steps
+
+
+def tokens(results: list[list[RowResult]]) -> list[list[tuple[int, list[int], str | None]]]:
+    return [[(row.slot, row.token_ids, row.error) for row in rows] for rows in results]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_graphs_change_nothing(seed: int, recording: Recording) -> None:
+    plans = random_plans(seed, examples()[0].vocab_size)
+    eager, report = run(plans, GraphPlan(), recording)
+    assert [line.partition(":")[2] for line in report] == [
+        " none, decode steps run eagerly",
+        " none, prompts run eagerly",
+    ]
+    graphs = GraphPlan(
+        sizes=(1, 2, 4), prefill_sizes=(4, 16), warm_up=tuple(warm_up_plans(SLOTS, LENGTH, 20, PAGE_SIZE))
+    )
+    recorded, report = run(plans, graphs, recording)
+    assert tokens(recorded) == tokens(eager)
+    assert [row.prompt_logprobs != [] for rows in recorded for row in rows] == [
+        row.prompt_logprobs != [] for rows in eager for row in rows
+    ]
+    assert report == [
+        "decode graphs: 3 sizes up to 4 rows",
+        "prefill graphs: 2 sizes up to 16 tokens of at most 8 requests",
+    ]
+    assert ON_GPU or min(recording.num_replays[kind.__name__] for kind in (DecodeGraphs, PrefillGraphs)) > 0
+
+
+def test_a_backend_that_cannot_be_recorded(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagedAttentionBackend, "can_record", False)
+    plans = random_plans(0, examples()[0].vocab_size)
+    _, report = run(plans, GraphPlan(sizes=(1, 2, 4), prefill_sizes=(4, 16)), recording)
+    assert report == [
+        "decode graphs: none, decode steps run eagerly (paged attention cannot be recorded)",
+        "prefill graphs: none, prompts run eagerly (paged attention cannot be recorded)",
+    ]
+    assert not recording.num_replays
