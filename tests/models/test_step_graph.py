@@ -60,7 +60,16 @@ class Tape:
 
 def with_tape(ops: Ops) -> tuple[Ops, Tape]:
     tape = Tape()
-    not_ops = ("device", "dtype", "kv_dtype", "block_linear", "recorder", "fused_linear", "fp8_linear")
+    not_ops = (
+        "device",
+        "dtype",
+        "kv_dtype",
+        "block_linear",
+        "recorder",
+        "fused_linear",
+        "fp8_linear",
+        "rope_attention",
+    )
     wrapped = {f.name: tape.wrap(getattr(ops, f.name)) for f in fields(ops) if f.name not in not_ops}
     return replace(ops, **wrapped, recorder=tape), tape
 

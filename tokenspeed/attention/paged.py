@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from tokenspeed.attention.interface import AttentionBatch, AttentionNeed, LayerKV
+from tokenspeed.attention.interface import AttentionBatch, AttentionNeed, LayerKV, Rotation
 from tokenspeed.kernels.ops import Ops
 
 
@@ -18,6 +18,7 @@ class OpAttention:
 
     def __init__(self, ops: Ops) -> None:
         self._attend = ops.paged_attention
+        self._rope_attend = ops.rope_attention
 
     @staticmethod
     def why_not_shape(need: AttentionNeed) -> str | None:
@@ -40,6 +41,14 @@ class OpAttention:
         if kv.v_scale == 1.0:  # CPU kernels that know no 8-bit pool need not know its scale
             return self._attend(q, kv.keys, kv.values, batch, scale * kv.k_scale, window)
         return self._attend(q, kv.keys, kv.values, batch, scale * kv.k_scale, window, kv.v_scale)
+
+    def run_projected(
+        self, qkv: torch.Tensor, rotation: Rotation, kv: LayerKV, batch: AttentionBatch, scale: float
+    ) -> torch.Tensor | None:
+        """See `AttentionBackend.run_projected`."""
+        if self._rope_attend is None or batch.num_tokens != batch.num_requests:
+            return None
+        return self._rope_attend(qkv, rotation, kv, batch, scale)
 
 
 class PagedAttentionBackend(OpAttention):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenspeed.attention.interface import AttentionBackend, AttentionBatch, LayerKV
+from tokenspeed.attention.interface import AttentionBackend, AttentionBatch, LayerKV, Rotation
 from tokenspeed.cache.spec import LayerCacheSpec
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.distributed.mesh import Mesh
@@ -85,15 +85,25 @@ class Attention:
         """
         assert self._kv is not None, "forward before bind_kv"
         qkv = self._qkv.fused(x.x, x.norm.weight, x.norm.eps) if isinstance(x, Normed) else self._qkv(x)
+        rotation = Rotation(
+            positions,
+            self._rotary.cos_sin,
+            None if self._q_norm is None else self._q_norm.weight,
+            None if self._k_norm is None else self._k_norm.weight,
+            self._eps,
+        )
+        attended = self._backend.run_projected(qkv, rotation, self._kv, batch, self._scale)
+        if attended is not None:
+            return attended
         q = self._ops.qkv_rope_cache(
             qkv,
             positions,
-            self._rotary.cos_sin,
+            rotation.cos_sin,
             self._kv.keys,
             self._kv.values,
             batch.slots,
-            None if self._q_norm is None else self._q_norm.weight,
-            None if self._k_norm is None else self._k_norm.weight,
+            rotation.q_norm,
+            rotation.k_norm,
             self._eps,
             *self._kv_scales,
         )

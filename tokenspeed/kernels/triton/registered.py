@@ -9,10 +9,15 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tokenspeed.attention.interface import AttentionBatch
+from tokenspeed.attention.interface import AttentionBatch, LayerKV, Rotation
 from tokenspeed.kernels.cuda_graph import CudaGraphRecorder
 from tokenspeed.kernels.registry import Implementation, Need
-from tokenspeed.kernels.triton.decode_attention import decode_attention, decode_splits, decode_workspace
+from tokenspeed.kernels.triton.decode_attention import (
+    NewToken,
+    decode_attention,
+    decode_splits,
+    decode_workspace,
+)
 from tokenspeed.kernels.triton.pointwise import qkv_rope_cache, rms_norm, silu_and_mul
 from tokenspeed.kernels.triton.prefill_attention import prefill_attention
 from tokenspeed.kernels.triton.small_linear import MAX_ROWS, fused_linear, make_workspace
@@ -82,13 +87,66 @@ class TritonLinear:
         return None if in_features % 64 == 0 else f"rows of {in_features} are not a multiple of 64"
 
 
+class _Workspaces:
+    """Scratch of `decode_attention` by shape. Made at the first call of a shape, which is never a recorded one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def get(
+        self, num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, num_splits: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        shape = (num_requests, num_heads, num_kv_heads, head_dim, num_splits)
+        if shape not in self._made:
+            self._made[shape] = decode_workspace(*shape, self._device)
+        return self._made[shape]
+
+
+class RopeAttention:
+    """`kernels.ops.RopeAttention`."""
+
+    def __init__(self, device: torch.device, pdl: bool) -> None:
+        self._pdl = pdl
+        self._workspaces = _Workspaces(device)
+
+    def __call__(
+        self, qkv: torch.Tensor, rotation: Rotation, kv: LayerKV, batch: AttentionBatch, scale: float
+    ) -> torch.Tensor:
+        _, _, num_kv_heads, head_dim = kv.keys.shape
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        num_splits = decode_splits(qkv.shape[0] * num_kv_heads)
+        new_token = NewToken(
+            rotation.positions,
+            rotation.cos_sin,
+            batch.slots,
+            rotation.q_norm,
+            rotation.k_norm,
+            rotation.eps,
+            kv.k_scale,
+            kv.v_scale,
+        )
+        return decode_attention(
+            qkv,
+            kv.keys,
+            kv.values,
+            batch.page_table,
+            batch.seq_lens,
+            scale * kv.k_scale,
+            self._workspaces.get(qkv.shape[0], num_heads, num_kv_heads, head_dim, num_splits),
+            num_splits,
+            pdl=self._pdl,
+            out_scale=kv.v_scale,
+            new_token=new_token,
+        )
+
+
 class PagedAttention:
     """`kernels.ops.PagedAttention`: decode rows split over their context, prefill rows by tensor cores."""
 
     def __init__(self, device: torch.device, pdl: bool) -> None:
-        self._device = device
         self._pdl = pdl
-        self._workspaces: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._workspaces = _Workspaces(device)
 
     def __call__(
         self,
@@ -125,10 +183,7 @@ class PagedAttention:
         num_requests, num_heads, head_dim = q.shape
         num_kv_heads = keys.shape[2]
         num_splits = decode_splits(num_requests * num_kv_heads)
-        shape = (num_requests, num_heads, num_kv_heads, head_dim, num_splits)
-        workspace = self._workspaces.get(shape)
-        if workspace is None:
-            workspace = self._workspaces[shape] = decode_workspace(*shape, self._device)
+        workspace = self._workspaces.get(num_requests, num_heads, num_kv_heads, head_dim, num_splits)
         return decode_attention(
             q,
             keys,
@@ -223,6 +278,7 @@ IMPLEMENTATIONS = (
     _entry("add_rms_norm", lambda need: _Norms(_has_pdl(need)).add_rms_norm),
     _entry("qkv_rope_cache", lambda need: _RopeCache(_has_pdl(need))),
     _entry("paged_attention", lambda need: PagedAttention(need.device, _has_pdl(need))),
+    _entry("rope_attention", lambda need: RopeAttention(need.device, _has_pdl(need))),
     _entry("silu_and_mul", lambda need: _SiluAndMul(_has_pdl(need))),
     _entry("linear", lambda need: _linear),
     _entry("fused_linear", lambda need: TritonLinear(need.device, _has_pdl(need)), _why_not_half),
