@@ -20,6 +20,7 @@ SAMPLES = [
     for name, examples in found.items()
     for index, example in enumerate(examples)
     if example.prompt is None and not example.incomplete and example.finish_reason == "stop"
+    if all(isinstance(arguments, dict) for _, arguments in example.calls)
 ]
 
 
@@ -65,8 +66,6 @@ def of_blocks(message: dict[str, Any]) -> tuple[str, str, list[Any]]:
 
 @pytest.mark.parametrize(("flag", "name", "example"), SAMPLES)
 async def test_sample(engine: FakeClient, flag: str, name: str, example: Example):
-    if not all(isinstance(arguments, dict) for _, arguments in example.calls):
-        pytest.skip("arguments that are no object")
     engine.reply, engine.max_model_len, engine.chunk = example.text, 10_000, 3
     tools = tools_of(example)
     functions = [{"type": "function", "name": tool, "parameters": schema} for tool, schema in tools.items()]
@@ -87,3 +86,14 @@ async def test_sample(engine: FakeClient, flag: str, name: str, example: Example
         assert message["stop_reason"] == ("tool_use" if example.calls else "end_turn")
         stream = await http.post("/v1/messages", json={**messages, "stream": True})
         assert of_blocks(assembled(typed_events(stream.text))) == expected
+
+
+async def test_arguments_that_are_no_object_make_no_whole_call(engine: FakeClient):
+    engine.reply, engine.max_model_len = "<|channel|>commentary to=functions.f<|message|>[1]", 10_000
+    async with http_client(engine, reasoning_parser="gpt-oss", tool_call_parser="gpt-oss") as http:
+        response = await http.post("/v1/responses", json={"input": "hi", "tools": [{"type": "function", "name": "f"}]})
+        (call,) = response.json()["output"]
+        assert (call["type"], call["arguments"], call["status"]) == ("function_call", "[1]", "incomplete")
+        body = {"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "hi"}]}
+        message = await http.post("/v1/messages", json={**body, "tools": [{"name": "f", "input_schema": {}}]})
+        assert message.json()["content"] == [] and message.json()["stop_reason"] == "end_turn"

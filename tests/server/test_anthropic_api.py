@@ -376,3 +376,27 @@ async def test_a_failure_under_way_is_the_last_event(engine: FakeClient, knob: s
     assert [event["type"] for event in events].count("error") == 1 and events[-1]["type"] == "error"
     assert events[-1]["error"]["type"] == "api_error" and events[-1]["error"]["message"]
     assert not engine.running
+
+
+async def test_a_coding_agents_request(engine: FakeClient):
+    """All that such clients send at once; nothing of it may be refused."""
+    engine.reply, engine.max_model_len = f"{THINKS}{CALLS}", 10_000
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    tool = {**WEATHER, "description": "now", "eager_input_streaming": True, "strict": True, **cached}
+    fields = {
+        "max_tokens": 4000,
+        "temperature": 1,
+        "system": [{"type": "text", "text": "be brief", **cached}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", **cached}]}],
+        "tools": [tool, {**tool, "name": "shell"}],
+        "metadata": {"user_id": "user_1_account__session_2"},
+        "thinking": {"type": "enabled", "budget_tokens": 3999},
+        "output_config": {"effort": "medium"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "stream": True,
+    }
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a-2025-01-01,b-2025-01-01"}
+    async with http_client(engine, **PARSERS) as http:
+        response = await http.post(f"{URL}?beta=true", json=body(**fields), headers=headers)
+    assert response.status_code == 200, response.text
+    assert assembled(typed_events(response.text))["stop_reason"] == "tool_use"

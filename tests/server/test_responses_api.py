@@ -320,3 +320,32 @@ def test_inputs_are_taken_as_sdks_write_them():
     assert plain_input([given]) == [
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]}
     ]
+
+
+async def test_a_coding_agents_request(engine: FakeClient):
+    """All that such clients send at once; nothing of it may be refused."""
+    engine.reply, engine.max_model_len = f"{THINKS}{CALLS}", 10_000
+    tool = {**WEATHER, "description": "now", "strict": False}
+    body = {
+        "model": "tiny",
+        "instructions": "be brief",
+        "input": [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "rules"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        ],
+        "tools": [tool, {**tool, "name": "shell"}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "session",
+        "text": {"verbosity": "medium"},
+    }
+    async with http_client(engine, **PARSERS) as http:
+        response = await http.post(URL, json=body)
+    assert response.status_code == 200, response.text
+    last = typed_events(response.text)[-1]
+    assert last["type"] == "response.completed" and last["response"]["output"][0]["encrypted_content"] == pack("hm")
+    assert engine.rendered[0]["messages"][0] == {"role": "system", "content": "be brief\n\nrules"}
