@@ -147,6 +147,8 @@ async def test_token_ids(http: httpx.AsyncClient):
         ({"prompt": [500]}, "prompt", "out of range"),
         ({"prompt": None}, "prompt", "expected"),
         ({"prompt": ["a"] * 1025}, "prompt", "1024"),
+        ({"prompt": ["a"] * 9, "n": 114}, "n", "1026 sequences, the limit is 1024"),
+        ({"repetition_penalty": 1e-39}, "repetition_penalty", "0.01"),
         ({"suffix": "x"}, "suffix", "not built yet"),
         ({"best_of": 2}, "best_of", "must equal n"),
         ({"logprobs": 21}, "logprobs", "20"),

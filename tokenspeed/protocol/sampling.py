@@ -9,6 +9,7 @@ import msgspec
 from tokenspeed.protocol.errors import InvalidRequest
 
 MAX_LOGPROBS = 20  # OpenAI's limit for chat `top_logprobs`
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it: less would leave the range of float32
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -23,7 +24,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         top_k: 0 or -1 = off; any size up to the vocabulary otherwise.
         min_p: drop tokens below min_p * p(best), in [0, 1].
         presence_penalty, frequency_penalty: in [-2, 2], over output tokens (OpenAI's definition).
-        repetition_penalty: > 0, over prompt and output tokens (CTRL, arXiv 1909.05858, eq. of section 4.1).
+        repetition_penalty: in [0.01, 2], 1 = off, over prompt and output tokens (CTRL, arXiv 1909.05858, eq. of section 4.1).
         logit_bias: token id -> bias in [-100, 100], added to the logits before everything else.
         seed: same seed, same text, whatever the batch. None = drawn by the engine.
         stop: strings that end the text; matched across token boundaries by the client (`text/`).
@@ -73,11 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _within("min_p", self.min_p, 0.0, 1.0)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.0, 2.0)
-        if self.repetition_penalty == 0.0:
-            raise InvalidRequest(
-                "repetition_penalty is 0, it must be above 0 and at most 2; 1 turns it off", param="repetition_penalty"
-            )
+        _within("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 2.0)
         for token_id, bias in self.logit_bias.items():
             _within("logit_bias", bias, -100.0, 100.0)
             _within("logit_bias", token_id, 0, None)

@@ -58,6 +58,9 @@ _PROMPT_SCHEMA = {
     ]
 }
 
+MAX_SEQUENCES = 1024
+"""Of one request, prompts times n: each has a stream of its own to be set up before the event loop turns again."""
+
 
 class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     """A completion request.
@@ -134,6 +137,12 @@ def router(context: ServerContext) -> APIRouter:
         )
         grammar = constraint_of(body)
         prompts = await tokenize_prompts(context, body.prompt, body.add_special_tokens is not False)
+        if len(prompts) * (body.n or 1) > MAX_SEQUENCES:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts with n = {body.n} are {len(prompts) * (body.n or 1)} sequences, the limit is "
+                f"{MAX_SEQUENCES}; send several requests",
+                param="n",
+            )
         request_id = context.claim_id("cmpl", request_id_of(body))
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
         jobs = [
