@@ -54,7 +54,8 @@ def test_every_kind_of_row_count_and_token_count():
     assert tokens <= {variant(plan.num_tokens) for plan in plans if plan.rows[0].num_tokens > 1} | single
 
 
-def test_a_runner_executes_them(tmp_path):
+def test_a_runner_executes_them():
+    """Their context is whatever the memory held, NaN perhaps: a row has one token, or none."""
     config = EngineConfig(
         model=examples()[0],
         checkpoint=Checkpoint(name="x", format="config", config_path="/x", weight_files=(), tokenizer_path="/x"),
@@ -83,6 +84,6 @@ def test_a_runner_executes_them(tmp_path):
     try:
         for plan in plans:
             result = runner.execute(plan).result(60)
-            assert [len(row.token_ids) for row in result.rows] == [1] * len(plan.rows)
+            assert [row.slot for row in result.rows] == [row.slot for row in plan.rows]
     finally:
         runner.close()
