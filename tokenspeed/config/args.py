@@ -63,7 +63,7 @@ class EngineArgs(ServerArgs):
         "--skip-tokenizer-init",
         MODEL,
         "Load no tokenizer. Prompts are token ids, and answers hold ids (`return_token_ids`) but no text.",
-        kind="on",
+        kind="on_or_off",
     )
     load_format: str = flag(
         "auto",
