@@ -8,9 +8,9 @@
 
 VENV ?= .venv
 ARGS ?=
+IS_SUPPORTED := -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null
 # The first Python that the package supports.
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do $$p $(IS_SUPPORTED) && echo $$p && break; done)
 
 BIN := $(VENV)/bin
 # Exact versions that this release is tested with; pip picks the build of torch that its index offers.
@@ -18,6 +18,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c requi
 SERVE_READY := $(VENV)/.tokenspeed-serve
 DEV_READY := $(VENV)/.tokenspeed-dev
 INPUTS := pyproject.toml requirements/tested.txt
+
+# A failed `venv` (Debian without python3-venv) leaves a python without pip, which the next call would take for done.
+.DELETE_ON_ERROR:
 
 .PHONY: serve test check bench docs install install-dev
 
@@ -44,7 +47,8 @@ install: $(SERVE_READY)
 install-dev: $(DEV_READY)
 
 $(BIN)/python:
-	@test -n "$(PYTHON)" || { echo "TokenSpeed needs Python 3.11, 3.12 or 3.13 on the PATH" >&2; exit 1; }
+	@$(or $(PYTHON),false) $(IS_SUPPORTED) || { \
+		echo "TokenSpeed needs Python 3.11, 3.12 or 3.13$(if $(PYTHON),; $(PYTHON) is not one, on the PATH)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(SERVE_READY): $(INPUTS) | $(BIN)/python
