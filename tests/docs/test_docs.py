@@ -89,7 +89,7 @@ def test_readme_has_the_two_commands_and_the_client():
     commands = [" ".join(words) for words in shell_lines(readme)]
     assert "make serve" in commands
     assert "make test" in commands
-    (chat,) = blocks(readme, "python")
+    chat = blocks(readme, "python")[0]
     assert "from openai import OpenAI" in chat
     assert len([line for line in chat.splitlines() if line]) == 4, "the README promises three lines and an import"
 
