@@ -101,7 +101,7 @@ def test_stream_and_whole_are_the_same_text(server: Server):
 
 
 def test_the_readmes_chat_runs(server: Server, capsys: pytest.CaptureFixture[str]):
-    (code,) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    code, *_ = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     assert "http://127.0.0.1:8000/v1" in code and 'model="default"' in code
     exec(compile(code.replace("http://127.0.0.1:8000", server.url), "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
