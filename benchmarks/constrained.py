@@ -85,12 +85,13 @@ class Load:
         while True:
             counts.append(await self._read(self._body(self._args.output_len, **fields)))
 
+    def _start(self, fields: dict[str, Any], counts: list[int]) -> asyncio.Task[None]:
+        return asyncio.create_task(self._keep(fields, counts))
+
     async def round(self, others: dict[str, Any] | None) -> tuple[float, int]:
         """Tokens a second of the measured streams, and tokens of those beside them."""
         counts: list[int] = []
-        company = [
-            asyncio.create_task(self._keep(others, counts)) for _ in range(0 if others is None else self._args.others)
-        ]
+        company = [] if others is None else [self._start(others, counts) for _ in range(self._args.others)]
         if company:
             await asyncio.sleep(0.5)  # all of them decode
         started = time.perf_counter()

@@ -124,7 +124,7 @@ class ModelRunner:
         use of a kernel. Returns a line for the log."""
         report = "step graphs: none, every step runs eagerly"
         if self._graphs is not None:
-            report = self._graphs.capture(min(MAX_GRAPH_ROWS, self._limits.max_num_seqs))
+            report = self._graphs.capture(min(MAX_GRAPH_ROWS, self._limits.max_num_seqs, self._decode_rows))
         num_tokens = min(_WARM_UP_TOKENS, self._limits.max_model_len - 1)
         sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
         # An admission without pages: the whole page table of a fresh slot names the scratch page.
