@@ -11,7 +11,7 @@ from kernel_device import DEVICE, ON_GPU
 from tokenspeed.kernels.triton.sampling import SlotSampling, sample_rows
 from tokenspeed.kernels.triton.step_inputs import DecodeInputs, decode_inputs
 
-VOCAB = 5000
+VOCAB = 5000 if ON_GPU else 4200  # more than one chunk of the drawing kernel
 
 
 def sampling(**fields: list[float]) -> SlotSampling:
@@ -42,7 +42,7 @@ def draw(logits: torch.Tensor, params: SlotSampling, position: int, slots: list[
 
 def test_greedy_is_the_first_best() -> None:
     logits = torch.randn(3, VOCAB, device=DEVICE)
-    logits[1, 40] = logits[1, 4500] = 9.0
+    logits[1, 40] = logits[1, VOCAB - 1] = 9.0
     out = draw(logits, sampling(temperature=[0.0, 0.0, 0.0]), 3)
     assert out[0] == int(logits[0].argmax())
     assert out[1] == 40
@@ -69,9 +69,9 @@ def test_filters_keep_exactly_what_sorting_keeps(top_k: int, top_p: float, min_p
     logits = (torch.randperm(VOCAB, generator=generator) * -0.11 + 10).to(torch.float32)[None].to(DEVICE)
     params = sampling(temperature=[0.7], top_k=[top_k], top_p=[top_p], min_p=[min_p], seed=[11])
     expected = kept(logits[0], 0.7, top_k, top_p, min_p)
-    drawn = Counter(draw(logits, params, position)[0] for position in range(400 if ON_GPU else 12))
+    drawn = Counter(draw(logits, params, position)[0] for position in range(400 if ON_GPU else 5))
     assert set(drawn) <= expected
-    likely = {token for token in expected if float((logits[0] / 0.7).softmax(0)[token]) > (0.06 if ON_GPU else 0.6)}
+    likely = {token for token in expected if float((logits[0] / 0.7).softmax(0)[token]) > (0.06 if ON_GPU else 0.9)}
     assert likely <= set(drawn)
 
 
@@ -80,7 +80,7 @@ def test_draws_follow_the_distribution() -> None:
     logits = torch.full((1, VOCAB), -torch.inf, device=DEVICE)
     weights = torch.tensor([8.0, 4, 4, 2, 2, 1, 1, 1])
     logits[0, 100:108] = weights.log()
-    count = 800 if ON_GPU else 160
+    count = 800 if ON_GPU else 96
     rows = 8
     drawn: Counter[int] = Counter()
     params = sampling(seed=list(range(rows)))
