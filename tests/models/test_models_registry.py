@@ -10,7 +10,7 @@ import torch
 from model_harness import FakeWeight, build_unloaded, with_pool
 
 from tokenspeed.cache.spec import group_layers
-from tokenspeed.config.model import ModelConfig, RopeConfig
+from tokenspeed.config.model import SUPPORTED_ARCHITECTURES, ModelConfig, RopeConfig
 from tokenspeed.models.registry import discover, examples
 from tokenspeed.protocol.errors import CheckpointError
 
@@ -109,3 +109,9 @@ def test_rope_without_its_trained_context(kind: Literal["llama3", "yarn"]) -> No
     config = msgspec.structs.replace(EXAMPLES["LlamaForCausalLM"], rope=rope)
     with pytest.raises(CheckpointError, match="original_max_position_embeddings"):
         build_unloaded(config, 4)
+
+
+def test_every_accepted_architecture_has_a_family_and_an_example() -> None:
+    """What the config reader accepts and what the families build is one list."""
+    assert set(SUPPORTED_ARCHITECTURES) == set(discover())
+    assert {example.architecture for example in examples()} == set(discover())
