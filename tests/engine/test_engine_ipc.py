@@ -21,6 +21,7 @@ from tokenspeed.protocol.messages import (
     Fatal,
     Logprobs,
     Outputs,
+    ProfileOptions,
     Ready,
     Reply,
     SequenceOutput,
@@ -53,6 +54,7 @@ TO_ENGINE = [
     AbortRequest("a"),
     AbortRequest("a", 3),
     Command(7, "flush_cache"),
+    Command(8, "start_profile", ProfileOptions(output_dir="/x", num_steps=3, activities=("CPU",), with_stack=False)),
     Shutdown(),
 ]
 FROM_ENGINE = [
@@ -67,6 +69,7 @@ FROM_ENGINE = [
     STATS,
     Reply(call_id=3, ok=True, stats=STATS),
     Reply(call_id=4, ok=False, error="no"),
+    Reply(call_id=5, ok=True, text="/x/trace"),
     Fatal("gone"),
 ]
 

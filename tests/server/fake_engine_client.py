@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tokenspeed.config.model import ModelConfig, RopeConfig
 from tokenspeed.engine.interface import GenerationEvent, GenerationRequest, LogprobEntry
 from tokenspeed.protocol.errors import EngineDead, InvalidRequest, Overloaded
-from tokenspeed.protocol.messages import EngineStats
+from tokenspeed.protocol.messages import CommandName, EngineStats, ProfileOptions
 
 BOS, EOS, IM_START = 256, 257, 258
 SPECIAL = {BOS: "<bos>", EOS: "<eos>", IM_START: "<|im_start|>"}
@@ -91,6 +91,7 @@ class FakeClient:
         self.running: set[str] = set()
         self.closed_early: list[str] = []
         self.commands: list[str] = []
+        self.profile: ProfileOptions | None = None
         self.command_result: tuple[bool, str | None] = (True, None)
         self.is_alive = True
         self.is_draining = False
@@ -235,9 +236,10 @@ class FakeClient:
         self.closed_early.append(request_id)
 
     async def command(
-        self, name: Literal["flush_cache", "check", "ping", "stats"], timeout_s: float = 20.0
+        self, name: CommandName, timeout_s: float = 20.0, profile: ProfileOptions | None = None
     ) -> tuple[bool, str | None]:
         self.commands.append(name)
+        self.profile = profile
         return self.command_result
 
     async def drain(self, timeout_s: float) -> None:

@@ -27,7 +27,7 @@ DATASETS = ("random", "sharegpt", "sharegpt-shaped", "multi-turn")
 BACKENDS = ("openai", "openai-chat", "tokenspeed")
 ENDPOINTS = {"openai": "/v1/completions", "tokenspeed": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
-_PROFILER = "the server's profiler hook is not built yet"
+_PROFILER = "POST /start_profile before the run and /stop_profile after it"
 REFUSED = {
     "--profile": _PROFILER,
     "--profile-num-steps": _PROFILER,

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.engine.admission import Gate, check_request
@@ -29,11 +29,13 @@ from tokenspeed.protocol.messages import (
     AbortRequest,
     AddRequest,
     Command,
+    CommandName,
     EngineStats,
     Fatal,
     FinishReason,
     FromEngine,
     Outputs,
+    ProfileOptions,
     Ready,
     Reply,
     SequenceOutput,
@@ -263,7 +265,7 @@ class AsyncEngineClient:
                     if message.stats is not None:
                         self._stats = message.stats
                     if call is not None and not call.done():
-                        call.set_result((message.ok, message.error))
+                        call.set_result((message.ok, message.text if message.ok else message.error))
                 case Fatal(error=error):
                     self._die(error)
                 case Ready():
@@ -318,7 +320,7 @@ class AsyncEngineClient:
     # -- the engine as a whole -------------------------------------------------------------------------------------
 
     async def command(
-        self, name: Literal["flush_cache", "check", "ping", "stats"], timeout_s: float = 20.0
+        self, name: CommandName, timeout_s: float = 20.0, profile: ProfileOptions | None = None
     ) -> tuple[bool, str | None]:
         """See `interface.EngineClient.command`."""
         if self._death is not None:
@@ -327,7 +329,7 @@ class AsyncEngineClient:
         call_id = self._num_calls
         call = self._calls[call_id] = self._loop.create_future()
         try:
-            self._channel.send(Command(call_id, name))
+            self._channel.send(Command(call_id, name, profile))
             return await asyncio.wait_for(call, timeout_s)
         except EngineDead as error:
             return False, str(error)

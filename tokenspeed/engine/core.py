@@ -18,6 +18,7 @@ from typing import Protocol
 from tokenspeed.engine.channel import EngineEnd
 from tokenspeed.engine.grammar_gate import GrammarGate
 from tokenspeed.engine.step_log import StepLog
+from tokenspeed.protocol.errors import TokenSpeedError
 from tokenspeed.protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -25,6 +26,7 @@ from tokenspeed.protocol.messages import (
     EngineStats,
     FinishReason,
     Outputs,
+    ProfileOptions,
     Reply,
     SequenceOutput,
     Shutdown,
@@ -228,6 +230,13 @@ class EngineCore:
                 case "flush_cache":
                     refusal = self._scheduler.flush_cache()
                     return Reply(call_id=command.call_id, ok=refusal is None, error=refusal)
+                case "start_profile":
+                    started = self._runner.start_profile(command.profile or ProfileOptions())
+                    return Reply(call_id=command.call_id, ok=True, text=started.result())
+                case "stop_profile":
+                    return Reply(call_id=command.call_id, ok=True, text=self._runner.stop_profile().result())
+        except TokenSpeedError as error:
+            return Reply(call_id=command.call_id, ok=False, error=str(error))
         except Exception as error:
             logger.exception("command %s failed", command.name)
             return Reply(call_id=command.call_id, ok=False, error=f"{type(error).__name__}: {error}")

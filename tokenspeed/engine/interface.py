@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.protocol.grammar import GrammarSpec
-from tokenspeed.protocol.messages import EngineStats, FinishReason
+from tokenspeed.protocol.messages import CommandName, EngineStats, FinishReason, ProfileOptions
 from tokenspeed.protocol.sampling import SamplingParams
 
 
@@ -151,9 +151,15 @@ class EngineClient(Protocol):
         ...
 
     async def command(
-        self, name: Literal["flush_cache", "check", "ping", "stats"], timeout_s: float = 20.0
+        self, name: CommandName, timeout_s: float = 20.0, profile: ProfileOptions | None = None
     ) -> tuple[bool, str | None]:
-        """Run a command in the engine loop; (ok, error)."""
+        """Run a command in the engine loop.
+
+        Args:
+            profile: of `start_profile`.
+        Returns:
+            (True, what the command has to say, if anything), or (False, error).
+        """
         ...
 
     @property

@@ -50,15 +50,40 @@ class AbortRequest(msgspec.Struct, tag="abort", omit_defaults=True):
     index: int | None = None
 
 
-class Command(msgspec.Struct, tag="command"):
+CommandName = Literal["flush_cache", "check", "ping", "stats", "start_profile", "stop_profile"]
+
+
+class ProfileOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a profile of the engine's steps records, and where its trace goes.
+
+    Fields:
+        output_dir: folder of the trace; None = that of TOKENSPEED_PROFILER_DIR, else a new temporary one.
+        num_steps: steps after which it ends by itself; None = it runs until it is stopped.
+        activities: CPU, GPU; empty = what the device has.
+        with_stack: record Python stacks; None = as TOKENSPEED_PROFILE_WITH_STACK says, else yes.
+        record_shapes: record the shapes of operations' inputs.
+        profile_id: beginning of the file's name; None = the time.
+    """
+
+    output_dir: str | None = None
+    num_steps: int | None = None
+    activities: tuple[Literal["CPU", "GPU"], ...] = ()
+    with_stack: bool | None = None
+    record_shapes: bool = False
+    profile_id: str | None = None
+
+
+class Command(msgspec.Struct, tag="command", omit_defaults=True):
     """Something other than a request; answered by one `Reply` with the same call_id.
 
     Names: `flush_cache` (fails while requests run), `check` (runs the invariants of scheduler and cache; ok = they
-    hold), `ping` (answered by the loop itself, so it proves the loop turns), `stats`.
+    hold), `ping` (answered by the loop itself, so it proves the loop turns), `stats`, `start_profile` (with `profile`;
+    the reply's text is the trace's future file), `stop_profile` (the text is the file; steps wait while it is written).
     """
 
     call_id: int
-    name: Literal["flush_cache", "check", "ping", "stats"]
+    name: CommandName
+    profile: ProfileOptions | None = None
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
@@ -139,11 +164,12 @@ class Ready(msgspec.Struct, tag="ready", kw_only=True):
 
 
 class Reply(msgspec.Struct, tag="reply", kw_only=True, omit_defaults=True):
-    """The answer to a `Command`."""
+    """The answer to a `Command`: `error` says why it failed, `text` what one that did not has to say, if anything."""
 
     call_id: int
     ok: bool
     error: str | None = None
+    text: str | None = None
     stats: EngineStats | None = None
 
 

@@ -23,6 +23,7 @@ from tokenspeed.kernels.triton.registered import has_pdl
 from tokenspeed.kernels.triton.sampling import sample_rows
 from tokenspeed.models.interface import Model
 from tokenspeed.observability.startup import startup_phase
+from tokenspeed.protocol.messages import ProfileOptions
 from tokenspeed.protocol.step import Row, RowResult, StepPlan, StepResult
 from tokenspeed.runner.constraints import Constraints
 from tokenspeed.runner.decode_graphs import DecodeGraphs
@@ -31,6 +32,7 @@ from tokenspeed.runner.grammar_rows import GrammarRows
 from tokenspeed.runner.memory import PREFILL_GRAPH_REQUESTS
 from tokenspeed.runner.model_runner import Limits
 from tokenspeed.runner.prefill_graphs import PrefillGraphs
+from tokenspeed.runner.profiler import StepProfiler
 from tokenspeed.runner.prompt_logprobs import PendingPrompt, PromptLogprobs
 from tokenspeed.runner.slot_sampling import SlotParameters
 from tokenspeed.sampling.sampler import NAN_LOGITS, SampledBatch, Sampler
@@ -133,6 +135,7 @@ class CudaModelRunner:
         self._staging = [_pinned(2 * num_slots) for _ in range(NUM_STAGING)]
         self._prefill_staging = [_pinned(4 * PREFILL_GRAPH_REQUESTS) for _ in range(NUM_STAGING)]
         self._stream = torch.cuda.Stream(ops.device)  # type: ignore[no-untyped-call]
+        self._profiler = StepProfiler(has_gpu=True)
         self._launcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner-launch")
         self._in_flight: queue.SimpleQueue[tuple[_Launched, Future[StepResult]] | None] = queue.SimpleQueue()
         self._finisher = threading.Thread(target=self._finish_all, name="runner-finish", daemon=True)
@@ -154,6 +157,12 @@ class CudaModelRunner:
         future: Future[StepResult] = Future()
         self._launcher.submit(self._launch_into, plan, future)
         return future
+
+    def start_profile(self, options: ProfileOptions) -> Future[str]:
+        return self._launcher.submit(self._profiler.start, options)
+
+    def stop_profile(self) -> Future[str]:
+        return self._launcher.submit(self._profiler.stop)
 
     def capture(self) -> None:
         with startup_phase("graph.capture"):
@@ -191,6 +200,7 @@ class CudaModelRunner:
         self._launcher.submit(run).result()
 
     def close(self) -> None:
+        self._launcher.submit(self._profiler.close)
         self._launcher.shutdown(wait=True)
         self._in_flight.put(None)
         self._finisher.join()
@@ -201,7 +211,7 @@ class CudaModelRunner:
 
     def _launch_into(self, plan: StepPlan, future: Future[StepResult]) -> None:
         try:
-            with torch.inference_mode(), torch.cuda.stream(self._stream):
+            with self._profiler.step(plan.step_id), torch.inference_mode(), torch.cuda.stream(self._stream):
                 launched = self._launch(plan)
         except BaseException as error:  # the whole step failed: the engine must know, whatever it was
             future.set_exception(error)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.grammar.compiler import GrammarCompiler
+from tokenspeed.protocol.messages import ProfileOptions
 from tokenspeed.protocol.step import StepPlan, StepResult
 
 
@@ -35,6 +36,20 @@ class Runner(Protocol):
 
     def capture(self) -> None:
         """Record step graphs, where the device has them, and warm every path up."""
+        ...
+
+    def start_profile(self, options: ProfileOptions) -> Future[str]:
+        """Record the steps from the next one on; the result is the file that the trace will be written to.
+
+        The future raises InvalidRequest when that cannot be done.
+        """
+        ...
+
+    def stop_profile(self) -> Future[str]:
+        """End the profile and write its trace, while further steps wait; the result is the file.
+
+        The future raises InvalidRequest when none was started.
+        """
         ...
 
     def close(self) -> None:

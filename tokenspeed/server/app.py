@@ -17,7 +17,7 @@ from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.server import ServerConfig
 from tokenspeed.engine.connect import start_engine
 from tokenspeed.engine.interface import EngineClient
-from tokenspeed.server import admin, parse
+from tokenspeed.server import admin, parse, profiling
 from tokenspeed.server.anthropic import messages
 from tokenspeed.server.context import ServerContext
 from tokenspeed.server.errors import install_handlers
@@ -51,6 +51,8 @@ _WIRE_TYPES = (
     parse.FunctionCallResponse,
     admin.Status,
     admin.CommandResult,
+    profiling.StartProfileRequest,
+    profiling.ProfileResult,
 )
 
 
@@ -66,7 +68,7 @@ def build_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     context = ServerContext(
         client, config, Metrics(client, config.served_model_names[0]), choose_formats(config, client)
     )
-    for room in (chat, completions, messages, models, tokenize, parse, admin):
+    for room in (chat, completions, messages, models, tokenize, parse, admin, profiling):
         app.include_router(room.router(context))
     responses = ResponseStore()
     for kept in (create, stored):
