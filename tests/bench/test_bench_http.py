@@ -151,11 +151,13 @@ async def test_the_model_is_found_once_the_server_answers(server):
     async with open_session() as http:
         assert await find_model(http, server.url, 5.0) == "m"
         server.models = None
-        waiting = asyncio.create_task(find_model(http, server.url, 5.0, poll_s=0.01))
+        said: list[str] = []
+        waiting = asyncio.create_task(find_model(http, server.url, 5.0, poll_s=0.01, on_wait=said.append))
         await asyncio.sleep(0.05)
         assert not waiting.done()
         server.models = [{"id": "late"}]
         assert await waiting == "late"
+        assert said == ["HTTP 503: loading"], "once, however long it takes"
         server.models = None
         with pytest.raises(TimeoutError, match=r"does not answer within 0 s \(last: HTTP 503: loading\)"):
             await find_model(http, server.url, 0.0)

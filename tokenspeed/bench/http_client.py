@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,9 +193,17 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float
                 yield arrived_s, event[6:]
 
 
-async def find_model(session: aiohttp.ClientSession, base_url: str, timeout_s: float, poll_s: float = 0.1) -> str:
+async def find_model(
+    session: aiohttp.ClientSession,
+    base_url: str,
+    timeout_s: float,
+    poll_s: float = 0.1,
+    on_wait: Callable[[str], None] | None = None,
+) -> str:
     """Wait until the server answers `/v1/models`, and the first model's id.
 
+    Args:
+        on_wait: called once, before the first wait, with what the server said.
     Raises:
         TimeoutError: it does not within `timeout_s` seconds; the message says what it answered last.
     """
@@ -213,4 +221,7 @@ async def find_model(session: aiohttp.ClientSession, base_url: str, timeout_s: f
             said = f"{type(error).__name__}: {error}"
         if time.perf_counter() >= deadline_s:
             raise TimeoutError(f"{base_url}/v1/models does not answer within {timeout_s:g} s (last: {said})")
+        if on_wait is not None:
+            on_wait(said)
+            on_wait = None
         await asyncio.sleep(poll_s)

@@ -210,8 +210,13 @@ async def _model(http: aiohttp.ClientSession, args: ServeArgs) -> str:
     """The model to ask for; waits for the server unless told not to."""
     if args.model is not None and args.ready_check_timeout_sec == 0:
         return args.model
+
+    def say(answer: str) -> None:
+        limit = f"{args.ready_check_timeout_sec:g} s (--ready-check-timeout-sec)"
+        print(f"waiting up to {limit} for the server at {args.url}: {answer}", file=sys.stderr)
+
     try:
-        found = await find_model(http, args.url, args.ready_check_timeout_sec)
+        found = await find_model(http, args.url, args.ready_check_timeout_sec, on_wait=say)
     except TimeoutError as error:
         raise ConfigError(f"{error}; start the server, or raise --ready-check-timeout-sec") from error
     return args.model or found
