@@ -1,0 +1,229 @@
+"""Gaps between decode steps on a GPU, from a torch profiler's trace, and what a step costs the host.
+
+    python benchmarks/decode_trace.py --model-config qwen3-8b.json --batch 1,64
+
+Equal random prompts decode greedily; once every request has begun, the host's time is taken over 40 steps without a
+profiler, then 13 steps are traced (`start_profile`, as on the server), of which ten pairs of replays are looked at.
+Host time has two parts that run beside each other, neither of them while the other waits for the device: the engine's
+loop (schedule, read results, send) and the runner's launching thread. The last line is JSON. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import statistics
+import tempfile
+import time
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from tokenspeed.bench.replay_gaps import ReplayGaps, replay_gaps
+from tokenspeed.cache.spec import GroupSpec
+from tokenspeed.config.args import DEFAULT_MODEL, EngineArgs
+from tokenspeed.config.engine import EngineConfig
+from tokenspeed.engine.launch import EngineThread, wait_ready
+from tokenspeed.engine.llm import configure
+from tokenspeed.grammar.compiler import GrammarCompiler
+from tokenspeed.protocol.errors import ConfigError, EngineDead
+from tokenspeed.protocol.messages import AddRequest, Command, Fatal, Outputs, ProfileOptions, Reply
+from tokenspeed.protocol.sampling import SamplingParams
+from tokenspeed.protocol.step import StepPlan, StepResult
+from tokenspeed.runner.build import build_runner
+from tokenspeed.runner.interface import Runner
+
+CLOCKED_STEPS = 40
+TRACED_STEPS = 10
+SKIPPED_STEPS = 2
+OUTPUT_LEN = 160
+SHARE_LIMIT = 0.05
+"""Of the step's time, for the gaps between replays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One batch size: microseconds of the host a step, without a profiler, and what the trace says."""
+
+    batch: int
+    step_us: float
+    loop_us: float
+    launch_us: float
+    trace: ReplayGaps
+    file: str
+
+
+class _Waited:
+    """A step's future that notes how long somebody waited for it."""
+
+    def __init__(self, future: Future[StepResult], clock: ClockedRunner) -> None:
+        self._future = future
+        self._clock = clock
+
+    def result(self) -> StepResult:
+        began = time.perf_counter()
+        result = self._future.result()
+        self._clock.waited_s += time.perf_counter() - began
+        return result
+
+
+class ClockedRunner:
+    """A runner that takes the time of the loop around it and of its own launching thread."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.waited_s = 0.0
+        self.steps: list[tuple[float, float]] = []  # (seconds between two plans, of these the loop's own)
+        self.launches: list[float] = []
+        self._last_s = 0.0
+        launch_into = runner._launch_into  # type: ignore[attr-defined]  # of the GPU runner; there is no face for it
+
+        def clocked(plan: StepPlan, future: Future[StepResult]) -> None:
+            began = time.perf_counter()
+            launch_into(plan, future)
+            self.launches.append(time.perf_counter() - began)
+
+        runner._launch_into = clocked  # type: ignore[attr-defined]
+
+    @property
+    def groups(self) -> list[GroupSpec]:
+        return self._runner.groups
+
+    @property
+    def report(self) -> list[str]:
+        return self._runner.report
+
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        return self._runner.grammars
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        now_s = time.perf_counter()
+        self.steps.append((now_s - self._last_s, now_s - self._last_s - self.waited_s))
+        self._last_s, self.waited_s = now_s, 0.0
+        return cast("Future[StepResult]", _Waited(self._runner.execute(plan), self))
+
+    def start_profile(self, options: ProfileOptions) -> Future[str]:
+        return self._runner.start_profile(options)
+
+    def stop_profile(self) -> Future[str]:
+        return self._runner.stop_profile()
+
+    def capture(self) -> None:
+        self._runner.capture()
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+class Engine:
+    """An engine on a thread, with a clocked runner."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.clock: ClockedRunner | None = None
+        self._vocab_size = config.model.vocab_size
+        self._engine = EngineThread(config, self._build)
+        self.ready = wait_ready(self._engine)
+
+    def _build(self, config: EngineConfig) -> Runner:
+        self.clock = ClockedRunner(build_runner(config))
+        return self.clock
+
+    def close(self) -> None:
+        self._engine.stop()
+
+    def measure(self, batch: int, prompt_len: int, folder: str) -> Row:
+        assert self.clock is not None
+        channel, rng = self._engine.channel, random.Random(batch)
+        sampling = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.0, ignore_eos=True)
+        for number in range(batch):
+            prompt = [rng.randrange(self._vocab_size) for _ in range(prompt_len)]
+            channel.send(AddRequest(request_id=f"{batch}-{number}", prompt_token_ids=prompt, sampling=sampling))
+        lengths = dict.fromkeys(range(batch), 0)
+        self._until(lengths, at_least=8)
+        first = len(self.clock.steps)
+        self._until(lengths, at_least=8 + CLOCKED_STEPS + 8)
+        steps = self.clock.steps[first : first + CLOCKED_STEPS]
+        launches = self.clock.launches[first : first + CLOCKED_STEPS]
+        options = ProfileOptions(
+            output_dir=folder,
+            profile_id=f"batch-{batch}",
+            num_steps=SKIPPED_STEPS + TRACED_STEPS + 1,
+            with_stack=False,
+        )
+        channel.send(Command(batch, "start_profile", options))
+        file = self._until(lengths, at_least=OUTPUT_LEN)
+        with gzip.open(file) as trace:
+            events: list[dict[str, Any]] = json.load(trace)["traceEvents"]
+        return Row(
+            batch,
+            1e6 * statistics.median(step for step, _ in steps),
+            1e6 * statistics.median(loop for _, loop in steps),
+            1e6 * statistics.median(launches),
+            replay_gaps(events, SKIPPED_STEPS, TRACED_STEPS),
+            file,
+        )
+
+    def _until(self, lengths: dict[int, int], at_least: int) -> str:
+        """Take news until every request has so many tokens; what a command answered meanwhile."""
+        answer = ""
+        while min(lengths.values()) < at_least:
+            for message in self._engine.channel.receive(60):
+                match message:
+                    case Outputs(sequences=outputs):
+                        for output in outputs:
+                            lengths[int(output.request_id.partition("-")[2])] += len(output.token_ids)
+                            if output.error:
+                                raise EngineDead(output.error)
+                    case Reply(ok=True, text=text):
+                        answer = text or ""
+                    case Reply(error=error) | Fatal(error=error):
+                        raise EngineDead(error or "no reason given")
+                    case _:
+                        pass
+        return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--model-config", help="a config.json; weights are random")
+    parser.add_argument("--batch", default="1,64", help="batch sizes (1,64)")
+    parser.add_argument("--prompt-len", type=int, default=512)
+    parser.add_argument("--output-dir", help="folder of the traces (a temporary one)")
+    asked = parser.parse_args()
+    batches = [int(word) for word in asked.batch.split(",")]
+    args = EngineArgs(
+        model=asked.model_config or asked.model,
+        load_format="dummy" if asked.model_config else "auto",
+        device="cuda",
+        max_model_len=asked.prompt_len + OUTPUT_LEN,
+        max_num_seqs=max(batches),
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        seed=0,
+    )
+    try:
+        engine = Engine(configure(args))
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
+    folder = asked.output_dir or tempfile.mkdtemp(prefix="tokenspeed-trace-")
+    try:
+        rows = [engine.measure(batch, asked.prompt_len, folder) for batch in batches]
+    finally:
+        engine.close()
+    print("batch   step us   loop us   launch us   traced: step us   gaps %   worst %   GPU idle %")
+    for row in rows:
+        trace = row.trace
+        print(
+            f"{row.batch:5d} {row.step_us:9.0f} {row.loop_us:9.0f} {row.launch_us:11.0f} {trace.step_us:17.0f} "
+            f"{100 * trace.gap_share:8.2f} {100 * trace.worst_gap_share:9.2f} {100 * trace.idle_share:12.2f}"
+        )
+    is_good = all(row.trace.gap_share < SHARE_LIMIT for row in rows)
+    print(json.dumps({"benchmark": "decode_trace", "gaps_under_5_percent": is_good, "rows": [asdict(r) for r in rows]}))
+
+
+if __name__ == "__main__":
+    main()
