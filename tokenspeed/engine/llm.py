@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -30,7 +30,9 @@ from tokenspeed.engine.client import AsyncEngineClient
 from tokenspeed.engine.connect import start_local_engine
 from tokenspeed.engine.interface import GenerationRequest
 from tokenspeed.engine.outputs import CompletionOutput, RequestOutput
+from tokenspeed.grammar.spec import one_of, pick
 from tokenspeed.protocol.errors import ConfigError, EngineDead
+from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.runner.build import build_runner
 
@@ -82,30 +84,35 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        structured_outputs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts.
 
         Args:
             prompts: a text, a list of token ids, or a list of these.
             sampling_params: for all, or one a prompt; None = `default_sampling_params()`.
+            structured_outputs: what every output has to obey from its first token on: one of `json` (a schema or its
+                text), `json_object` (True), `regex`, `choice` (a list), `grammar` (GBNF), `structural_tag`.
 
         Returns:
             One result a prompt, in order. One that fails in the engine has finish_reason "error"; the others stand.
 
         Raises:
-            InvalidRequest: a prompt or parameter that cannot be used; nothing has been generated then.
+            InvalidRequest: a prompt, parameter or constraint that cannot be used; nothing has been generated then.
             EngineDead: the engine failed.
         """
         each = _as_list(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in each]
         ids = [self._client.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in each]
-        return self._complete(texts, ids, sampling_params)
+        return self._complete(texts, ids, sampling_params, structured_outputs)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        structured_outputs: Mapping[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -115,6 +122,7 @@ class LLM:
         """Answer a conversation (a list of messages), or each of several.
 
         Args:
+            structured_outputs: as in `generate`: a model that reasons is held to it from the first token on, too.
             tools: function descriptions in OpenAI's shape.
             add_generation_prompt: end the prompt with the beginning of an assistant message.
             continue_final_message: let the model go on with the last message; set add_generation_prompt to False then.
@@ -141,7 +149,7 @@ class LLM:
             )
             for chat in chats
         ]
-        return self._complete([None] * len(ids), ids, sampling_params)
+        return self._complete([None] * len(ids), ids, sampling_params, structured_outputs)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config recommends; a base for `msgspec.structs.replace`."""
@@ -170,19 +178,21 @@ class LLM:
         texts: list[str | None],
         prompts: list[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        structured_outputs: Mapping[str, Any] | None,
     ) -> list[RequestOutput]:
         if self._is_closed:
             raise RuntimeError("this LLM has been closed")
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
         each = [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else sampling_params
+        grammar: GrammarSpec | None = pick(one_of(structured_outputs or {}, "structured_outputs"))
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one a prompt")
         with self._lock:
             first = self._num_requests
             self._num_requests += len(prompts)
         requests = [
-            GenerationRequest(f"llm-{first + place}", ids, sampling)
+            GenerationRequest(f"llm-{first + place}", ids, sampling, grammar=grammar)
             for place, (ids, sampling) in enumerate(zip(prompts, each, strict=True))
         ]
         for request in requests:

@@ -10,10 +10,10 @@ import msgspec
 from msgspec import Meta
 
 from tokenspeed.grammar.json_schema import rewrite_schema
+from tokenspeed.grammar.spec import ANY_OBJECT
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.server.body import to_struct
-from tokenspeed.server.openai.constraint import ANY_OBJECT
 from tokenspeed.server.openai.fields import CacheSalt, GenerationFields, Int32, Int64, drop_refused
 from tokenspeed.server.responses_api.conversation import plain_input
 from tokenspeed.server.responses_api.items import Item
