@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from typing import Any
 from urllib.parse import unquote
 
+from tokenspeed.grammar.budget import Budget
 from tokenspeed.grammar.interface import GrammarError
+from tokenspeed.grammar.name_pattern import NamePattern
 from tokenspeed.grammar.patterns import check_pattern
+from tokenspeed.grammar.schema_disjoint import are_disjoint
 from tokenspeed.grammar.schema_merge import ANNOTATIONS, Schema, merge, same_json, type_names
 from tokenspeed.protocol.errors import InvalidRequest
 
@@ -25,6 +27,7 @@ MAX_DEPTH = 48
 MAX_NODES = 4000
 MAX_PROPERTIES = 256  # of one object: a mask of thousands of optional ones takes seconds
 MAX_ENUM = 1000
+MAX_NUMBER = 2**63 - 1  # in bounds and lengths: what the libraries read numbers into
 
 FORMATS = frozenset(
     (
@@ -94,6 +97,8 @@ class _Rewriter:
         self._schema = schema
         self._root = root
         self._names: dict[str, str] = {}  # pointer -> name in $defs
+        self._pointers: dict[str, str] = {}  # the rewritten $ref -> pointer
+        self._budget = Budget()
         self._waiting: list[str] = []
         self._num_nodes = 0
 
@@ -112,9 +117,7 @@ class _Rewriter:
 
     def _node(self, node: Any, where: str, depth: int) -> Any:
         """A schema object, or False for "no value"."""
-        self._num_nodes += 1
-        if self._num_nodes > MAX_NODES:
-            raise GrammarError(f"the JSON schema has more than {MAX_NODES} schemas inside; make it smaller")
+        self._count_node()
         if depth > MAX_DEPTH:
             raise GrammarError(f"{where}: nested more than {MAX_DEPTH} deep")
         if isinstance(node, bool):
@@ -137,6 +140,11 @@ class _Rewriter:
         if "enum" in node or "const" in node:
             return _values(node, where)
         return self._typed(node, where, depth)
+
+    def _count_node(self) -> None:
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES:
+            raise GrammarError(f"the JSON schema has more than {MAX_NODES} schemas inside; make it smaller")
 
     # ---- references and combinations ------------------------------------------------------------------------------
 
@@ -165,7 +173,9 @@ class _Rewriter:
         if pointer not in self._names:
             self._names[pointer] = f"d{len(self._names)}"
             self._waiting.append(pointer)
-        return f"{self._root}/$defs/{self._names[pointer]}"
+        reference = f"{self._root}/$defs/{self._names[pointer]}"
+        self._pointers[reference] = pointer
+        return reference
 
     def _folded(self, node: Schema, where: str) -> Schema:
         """One level of allOf, and of a $ref with siblings, merged into the rest."""
@@ -177,11 +187,13 @@ class _Rewriter:
             parts.append(self._resolve(node["$ref"], where))
         for place, part in enumerate(parts):
             at = f"{where}/allOf/{place}"
+            self._count_node()  # references inside references can double with every step
             if part is True:
                 continue
             if not isinstance(part, dict):
                 raise GrammarError(f"{at}: a schema is expected, not {part!r}")
             _check_keywords(part, at)
+            self._budget.spend(len(json.dumps(part)) // 8)  # what comparing it may cost
             part = {key: value for key, value in part.items() if key in _KNOWN}
             if "$ref" in part:  # one reference inside a merge has to be opened
                 target = part.pop("$ref")
@@ -216,22 +228,19 @@ class _Rewriter:
 
     def _check_disjoint(self, branches: list[Schema], where: str) -> None:
         """Any match is the only match when no value can match two branches."""
-        opened = [self._opened(branch, where) for branch in branches]
-        for place, first in enumerate(opened):
-            for second in opened[place + 1 :]:
-                if not _are_disjoint(first, second):
-                    raise GrammarError(
-                        f"{where}/oneOf: a value may match two of the schemas; use anyOf, or a required property "
-                        "with a different const in each"
-                    )
+        if not are_disjoint([self._opened(branch, where) for branch in branches], self._budget):
+            raise GrammarError(
+                f"{where}/oneOf: a value may match two of the schemas; use anyOf, or a required property with a "
+                "different const in each"
+            )
 
     def _opened(self, branch: Schema, where: str) -> Schema:
         """A rewritten branch, with its reference followed as far as types and constants go."""
-        for pointer, name in self._names.items():
-            if branch.get("$ref") == f"{self._root}/$defs/{name}":
-                target = self._resolve(pointer, where)
-                return target if isinstance(target, dict) and "allOf" not in target else {}
-        return branch
+        pointer = self._pointers.get(branch.get("$ref", ""))
+        if pointer is None:
+            return branch
+        target = self._resolve(pointer, where)
+        return target if isinstance(target, dict) and "allOf" not in target else {}
 
     # ---- one type -------------------------------------------------------------------------------------------------
 
@@ -294,8 +303,11 @@ class _Rewriter:
             raise GrammarError(f"{where}/properties: {len(declared)} of them, the limit is {MAX_PROPERTIES}")
         more = own.get("additionalProperties", not declared and "patternProperties" not in own)
         more = self._node(more, f"{where}/additionalProperties", depth + 1)
-        patterns = self._patterns(own, declared, where, depth)
-        required = list(dict.fromkeys(own.get("required", [])))
+        patterns, matching = self._patterns(own, declared, where, depth)
+        required = own.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            raise GrammarError(f"{where}/required: a list of names is expected")
+        required = list(dict.fromkeys(required))
         properties: Schema = {}
         for name, schema in declared.items():
             rewritten = self._node(schema, f"{where}/properties/{name}", depth + 1)
@@ -306,9 +318,8 @@ class _Rewriter:
         for name in required:
             if name in properties:
                 continue
-            found = [schema for pattern, schema in patterns.items() if re.search(pattern, name)]
             open_by_default = more if own.get("additionalProperties") is not None else {}
-            properties[name] = found[0] if found else open_by_default
+            properties[name] = matching.get(name, open_by_default)
             if properties[name] is False:
                 raise GrammarError(f"{where}/required: {name} is not among the properties, and no others are allowed")
         names = own.get("propertyNames")
@@ -320,6 +331,8 @@ class _Rewriter:
                 raise GrammarError(f"{where}/propertyNames: only pattern, lengths and enum")
             own["propertyNames"] = rewritten
         _check_order(own, "minProperties", "maxProperties", where)
+        if "patternProperties" in own or len(declared) > sum(name in properties for name in declared):
+            more = False  # the libraries would let a name in whose value is limited here, or that is forbidden
         result = {**own, "additionalProperties": more}
         for key, value in (("properties", properties), ("required", required), ("patternProperties", patterns)):
             result.pop(key, None)
@@ -327,14 +340,17 @@ class _Rewriter:
                 result[key] = value
         return result
 
-    def _patterns(self, own: Schema, declared: Schema, where: str, depth: int) -> Schema:
+    def _patterns(self, own: Schema, declared: Schema, where: str, depth: int) -> tuple[Schema, Schema]:
+        """`patternProperties`, and the required names among them with what their value has to be."""
         patterns = own.get("patternProperties", {})
         if len(patterns) > 1:
             raise GrammarError(f"{where}/patternProperties: one pattern can be used, not {len(patterns)}")
         done: Schema = {}
+        matching: Schema = {}
         for pattern, schema in patterns.items():
             clean = _whole(pattern)
-            both = [name for name in declared if re.search(pattern, name)]
+            wanted = NamePattern(pattern, self._budget)
+            both = [name for name in declared if wanted.is_in(name)]
             if both:
                 raise GrammarError(f"{where}/patternProperties: {pattern!r} also matches the property {both[0]!r}")
             if own.get("additionalProperties", False) not in (False, True):
@@ -342,7 +358,8 @@ class _Rewriter:
             rewritten = self._node(schema, f"{where}/patternProperties/{pattern}", depth + 1)
             if rewritten is not False:
                 done[clean] = rewritten
-        return done
+            matching = {name: rewritten for name in own.get("required", []) if wanted.is_in(name)}
+        return done, matching
 
 
 # ---- rules without references ---------------------------------------------------------------------------------------
@@ -381,6 +398,9 @@ def _values(node: Schema, where: str) -> Any:
         raise GrammarError(f"{where}/enum: a list of values is expected")
     if len(values) > MAX_ENUM:
         raise GrammarError(f"{where}/enum: {len(values)} values, the limit is {MAX_ENUM}")
+    for value in values:
+        if isinstance(value, int) and abs(value) > MAX_NUMBER:
+            raise GrammarError(f"{where}/enum: {str(value)[:40]}... is beyond {MAX_NUMBER}; write it as a string")
     if "enum" in node and "const" in node:
         values = [value for value in values if same_json(value, node["const"])]
     others = [key for key in node if key not in ("enum", "const", "type")]
@@ -432,49 +452,38 @@ def _number(own: Schema, name: str, where: str) -> Schema:
     for key, value in own.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise GrammarError(f"{where}/{key}: a number is expected, not {json.dumps(value)}")
+        if abs(value) > MAX_NUMBER:
+            raise GrammarError(f"{where}/{key}: beyond {MAX_NUMBER}, which is the largest number that can be used")
     if name == "integer":
         for key, value in list(own.items()):
             if isinstance(value, float):
                 up = key in ("minimum", "exclusiveMaximum")
                 own[key] = math.ceil(value) if up else math.floor(value)
+    _check_range(own, name, where)
     return own
+
+
+def _check_range(own: Schema, name: str, where: str) -> None:
+    """The library says only that some range is empty."""
+    step = 1 if name == "integer" else 0
+    lows = [(own["minimum"], "minimum")] if "minimum" in own else []
+    highs = [(own["maximum"], "maximum")] if "maximum" in own else []
+    if "exclusiveMinimum" in own:
+        lows.append((own["exclusiveMinimum"] + step, "exclusiveMinimum"))
+    if "exclusiveMaximum" in own:
+        highs.append((own["exclusiveMaximum"] - step, "exclusiveMaximum"))
+    for low, low_key in lows:
+        for high, high_key in highs:
+            is_open = not step and (low_key, high_key) != ("minimum", "maximum")
+            if low > high or (is_open and low == high):
+                raise GrammarError(f"{where}: no {name} fits {low_key} {own[low_key]} and {high_key} {own[high_key]}")
 
 
 def _check_order(own: Schema, low: str, high: str, where: str) -> None:
     for key in (low, high):
         if key in own and (isinstance(own[key], bool) or not isinstance(own[key], int) or own[key] < 0):
             raise GrammarError(f"{where}/{key}: a whole number of at least 0 is expected, not {json.dumps(own[key])}")
+        if own.get(key, 0) > MAX_NUMBER:
+            raise GrammarError(f"{where}/{key}: beyond {MAX_NUMBER}, which is the largest number that can be used")
     if low in own and high in own and own[low] > own[high]:
         raise GrammarError(f"{where}: {low} {own[low]} is above {high} {own[high]}")
-
-
-def _are_disjoint(first: Schema, second: Schema) -> bool:
-    """True only when surely no value matches both."""
-    if "enum" in first and "enum" in second:
-        return not any(same_json(value, other) for value in first["enum"] for other in second["enum"])
-    types = [_broad_types(schema) for schema in (first, second)]
-    if types[0] and types[1] and not types[0] & types[1]:
-        return True
-    for name, schema in first.get("properties", {}).items():
-        other = second.get("properties", {}).get(name)
-        if name in first.get("required", ()) and name in second.get("required", ()) and isinstance(other, dict):
-            values, others = _constants(schema), _constants(other)
-            if values and others and not any(same_json(a, b) for a in values for b in others):
-                return True
-    return False
-
-
-def _constants(schema: Any) -> list[Any]:
-    if not isinstance(schema, dict):
-        return []
-    values: list[Any] = [schema["const"]] if "const" in schema else schema.get("enum", [])
-    return values
-
-
-def _broad_types(schema: Schema) -> set[str]:
-    """Types with integer as number; empty: unknown."""
-    if "enum" in schema:
-        return {name for name in _TYPES - {"integer"} for value in schema["enum"] if _has_type(value, name)}
-    if "type" not in schema:
-        return set()
-    return {"number" if name == "integer" else name for name in type_names(schema["type"])}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from tokenspeed.grammar.interface import GrammarError
@@ -48,6 +48,8 @@ def merge(first: Schema, second: Schema, where: str) -> Schema:
 
 def same_json(first: Any, second: Any) -> bool:
     """Equality of JSON values: unlike Python's, true is not 1."""
+    if first is second:
+        return True
     if isinstance(first, bool) or isinstance(second, bool):
         return first is second
     if isinstance(first, dict) and isinstance(second, dict):
@@ -55,6 +57,19 @@ def same_json(first: Any, second: Any) -> bool:
     if isinstance(first, list) and isinstance(second, list):
         return len(first) == len(second) and all(map(same_json, first, second))
     return bool(first == second)
+
+
+def json_key(value: Any) -> Hashable:
+    """Equal for two JSON values when `same_json` says so; for sets."""
+    match value:
+        case bool():
+            return ("boolean", value)
+        case dict():
+            return ("object", frozenset((name, json_key(item)) for name, item in value.items()))
+        case list():
+            return ("array", tuple(map(json_key, value)))
+    key: Hashable = value
+    return key
 
 
 def type_names(value: Any) -> list[str]:
@@ -103,7 +118,8 @@ def _required(first: list[str], second: list[str], _where: str) -> list[str]:
 
 
 def _enum(first: list[Any], second: list[Any], where: str) -> list[Any]:
-    both = [value for value in first if any(same_json(value, other) for other in second)]
+    others = {json_key(value) for value in second}
+    both = [value for value in first if json_key(value) in others]
     if not both:
         raise GrammarError(f"{where}: the two enums have no value in common")
     return both

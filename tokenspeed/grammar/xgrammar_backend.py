@@ -6,13 +6,18 @@ is refused before (`json_schema`, `patterns`).
 
 from __future__ import annotations
 
+import json
 import re
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import xgrammar
 
+from tokenspeed.grammar.budget import Budget
 from tokenspeed.grammar.interface import GrammarError, GrammarOptions, MaskRow, Vocabulary
+from tokenspeed.grammar.name_pattern import NamePattern
 from tokenspeed.protocol.grammar import GrammarKind
 
 MAX_WHITESPACE = 16
@@ -21,6 +26,9 @@ printing needs a line break and the indentation."""
 
 QUICK_S = 0.3
 """CPU seconds up to which a compilation is simply done twice."""
+
+_ESCAPED = '"\\' + "".join(map(chr, range(32)))
+"""What stands in a JSON string only behind a backslash."""
 
 _ORIGIN = re.compile(r"^\[[^\]]*\] \S+\.(?:cc|h):\d+: ")  # "[07:29:40] /project/cpp/x.cc:94: "
 
@@ -46,6 +54,11 @@ class XGrammarBackend:
         """See `interface.Backend.compile`. What was quick to compile is compiled again where it is loaded: written down
         it may be a thousand times its size (256 optional properties: 30 MB, 1.8 s there and back; 0.03 s to compile).
         """
+        if kind == "json_schema":
+            _check_patterns(json.loads(text))
+        elif kind == "structural_tag":
+            for schema in _tag_schemas(json.loads(text)):
+                _check_patterns(schema)
         begin_s = time.thread_time()
         compiled = self._compile(kind, text)
         is_quick = time.thread_time() - begin_s < QUICK_S
@@ -144,9 +157,56 @@ def _info(tokens: list[bytes], vocabulary: Vocabulary) -> xgrammar.TokenizerInfo
     )
 
 
+def _check_patterns(schema: Any) -> None:
+    """Refuse patterns that the library would follow out of the JSON string: measured, a part of a pattern that stands
+    only for quotes, backslashes and control characters is written as it is, and so is a class that also holds other
+    than printable ASCII. All other parts leave these characters out.
+
+    Raises:
+        GrammarError: names the part.
+    """
+    for pattern in _patterns(schema):
+        for part in NamePattern(pattern, Budget()).characters():
+            takes_escaped = any(map(part.fullmatch, _ESCAPED))
+            takes_others = any(part.fullmatch(chr(code)) for code in range(32, 127) if chr(code) not in _ESCAPED)
+            is_plain = part.pattern.isascii() and part.pattern.isprintable()
+            if takes_escaped and not (takes_others and is_plain):
+                raise GrammarError(
+                    f"the pattern {pattern[:100]!r} holds {part.pattern[:40]!r}, which matches a quote, a backslash or "
+                    "a control character; a JSON string has these only escaped, and that cannot be enforced: leave "
+                    "them out"
+                )
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    """All regular expressions of a rewritten schema."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _patterns(item)
+    if not isinstance(schema, dict):
+        return
+    if isinstance(schema.get("pattern"), str):
+        yield schema["pattern"]
+    yield from schema.get("patternProperties", {})
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties", "$defs"):
+            for each in value.values():
+                yield from _patterns(each)
+        elif key not in ("enum", "const"):
+            yield from _patterns(value)
+
+
+def _tag_schemas(tag: Any) -> Iterator[Any]:
+    """The JSON schemas in a structural tag."""
+    for child in tag if isinstance(tag, list) else tag.values() if isinstance(tag, dict) else ():
+        yield from _tag_schemas(child)
+    if isinstance(tag, dict) and tag.get("type") == "json_schema" and "json_schema" in tag:
+        yield tag["json_schema"]
+
+
 def _reason(error: Exception) -> str:
     """The library's message without its source file."""
-    return _ORIGIN.sub("", str(error)).strip().split("\n")[0][:500]
+    return _ORIGIN.sub("", str(error)).strip().split("\n")[0][:500] or "the library refuses it and does not say why"
 
 
 def open_backend(vocabulary: Vocabulary, options: GrammarOptions) -> XGrammarBackend:

@@ -1,0 +1,208 @@
+"""Schemas that are small and ask for endless work: rewriting them stays within its budget. Nothing here looks at a
+clock; where a bound is missing these tests do not end. And schemas that the libraries would take wrongly."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+import pytest
+from grammar_support import byte_backend, compiled, takes
+
+from tokenspeed.grammar.budget import Budget
+from tokenspeed.grammar.interface import GrammarError
+from tokenspeed.grammar.json_schema import rewrite_schema
+from tokenspeed.grammar.name_pattern import NamePattern
+from tokenspeed.grammar.select import BACKENDS
+from tokenspeed.protocol.errors import InvalidRequest
+
+NAMES = ("", "a", "b", "S", "S_x", "xS", "FOO", "a1", "ab12", "aab", "abab", "a-b", "a]", "é", "a\nb", "x" * 40)
+PATTERNS = (
+    *(
+        "",
+        "a",
+        "^a",
+        "a$",
+        "^a$|b",
+        "^S_",
+        "[a-z]+",
+        "^[a-z]+$",
+        "^[^a-z]+$",
+        "^(ab)+$",
+        "^(ab|a)*b$",
+        "^a{2}b",
+        "x{3,}",
+    ),
+    *("^x{1,40}$", "^x{0,39}$", "^(x{2}){20}$", "(a|b)?1", "^a.b$", "^a\\-b$", "\\d\\d", "^\\w+$", "[\\]1]", "^[]a]+$"),
+    *("^(?:a|(?P<n>b))+$", "\\x61\\u0062", "^a??b", "a{b", "é", "()", "(|a)b", "(a*)*b"),
+)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_names_match_as_with_pythons_engine(pattern: str):
+    ours = NamePattern(pattern, Budget())
+    for name in NAMES:
+        assert ours.is_in(name) == bool(re.search(pattern, name, re.ASCII)), name
+
+
+@pytest.mark.parametrize("pattern", ["^(a+)+$", "^(a|a|aa)*$", "^(((a*)*)*)*$", "^a*a*a*a*a*a*a*a*b$", "^(a?){60}$"])
+def test_a_pattern_that_backtracks_does_not_hold_the_server_up(pattern: str):
+    """Python's engine was asked, on the server's loop: `^(a+)+$` and forty letters stopped it for good."""
+    assert not NamePattern(pattern, Budget()).is_in("a" * 100 + "!")
+    schema = {"type": "object", "patternProperties": {pattern: {"type": "string"}}, "properties": {"a" * 100 + "!": {}}}
+    assert "patternProperties" in rewrite_schema(schema, "x")
+
+
+def test_patterns_have_a_budget():
+    schema = {
+        "type": "object",
+        "patternProperties": {"((((a{1,9}){1,9}){1,9}){1,9})b$": {}},
+        "properties": {f"{place}" + "a" * 1500: {} for place in range(60)},
+    }
+    with pytest.raises(InvalidRequest, match="comparisons"):
+        rewrite_schema(schema, "x")
+
+
+@pytest.mark.parametrize("pattern", [r"^\p{L}$", "a**", "*", "^[z-a]$"])
+def test_a_pattern_that_python_does_not_know_is_refused(pattern: str):
+    """`re.error` is no ValueError: the answer was 500."""
+    schema = {"type": "object", "patternProperties": {pattern: {}}, "properties": {"a": {}}}
+    with pytest.raises(InvalidRequest, match="regular expression"):
+        rewrite_schema(schema, "x")
+
+
+def test_a_required_name_obeys_a_pattern_that_is_found_in_it():
+    """The pattern was taken for the whole name here, so `S_x` could have any value."""
+    schema = {"type": "object", "patternProperties": {"^S_": {"type": "integer"}}, "required": ["S_x"]}
+    assert rewrite_schema(schema, "x")["properties"] == {"S_x": {"type": "integer"}}
+    with pytest.raises(InvalidRequest, match="S_x is not among"):
+        rewrite_schema({**schema, "patternProperties": {"^S_": False}}, "x")
+
+
+def test_references_that_double_with_every_step_are_counted():
+    """Twenty lines of $defs were 2^40 schemas."""
+    definitions: dict = {"a40": {"type": "string"}, "b40": {"type": "string"}}
+    for step in range(40):
+        both = [{"$ref": f"#/$defs/a{step + 1}"}, {"$ref": f"#/$defs/b{step + 1}"}]
+        definitions[f"a{step}"] = {"allOf": both}
+        definitions[f"b{step}"] = {"allOf": both[::-1], "minLength": 1}
+    with pytest.raises(InvalidRequest, match="more than 4000 schemas"):
+        rewrite_schema({"$ref": "#/$defs/a0", "$defs": definitions}, "x")
+
+
+def test_merging_large_schemas_over_and_over_has_a_budget():
+    large = {"type": "object", "properties": {f"p{place}": {"type": "string"} for place in range(200)}}
+    parts = [{"$ref": f"#/$defs/{name}"} for name in "ab" * 1500]
+    with pytest.raises(InvalidRequest, match="comparisons"):
+        rewrite_schema({"allOf": parts, "$defs": {"a": large, "b": {**large, "minProperties": 1}}}, "x")
+
+
+def test_long_oneof_of_constants_is_cheap():
+    """Every pair was compared, value by value: minutes."""
+    many = {"oneOf": [{"enum": [10 * place + last for last in range(10)]} for place in range(1500)]}
+    assert len(rewrite_schema(many, "x")["anyOf"]) == 1500
+    with pytest.raises(InvalidRequest, match="may match two"):
+        rewrite_schema({"oneOf": [*many["oneOf"], {"const": 77.0}]}, "x")
+    assert rewrite_schema({"oneOf": [*many["oneOf"], {"const": True}]}, "x")
+
+
+def test_long_oneof_of_objects_has_a_budget():
+    def branch(place: int) -> dict:
+        return {"type": "object", "properties": {"kind": {"const": place}}, "required": ["kind"]}
+
+    assert len(rewrite_schema({"oneOf": [branch(place) for place in range(200)]}, "x")["anyOf"]) == 200
+    with pytest.raises(InvalidRequest, match="comparisons"):
+        rewrite_schema({"oneOf": [branch(place) for place in range(1300)]}, "x")
+
+
+def test_two_long_enums_are_compared_once():
+    first, second = list(range(8_000)), list(range(7_999, 16_000))
+    assert rewrite_schema({"allOf": [{"enum": first}, {"enum": second}]}, "x") == {"enum": [7_999]}
+
+
+def test_the_budget_is_spent_once():
+    budget = Budget(10)
+    budget.spend(10)
+    with pytest.raises(GrammarError, match="make it smaller"):
+        budget.spend(1)
+
+
+QUOTES = ('^"$', "^a\\\\b$", "^\\n$", "^[\\n\\t]$", "^(a|\\x22)$", "^[^é]$", "^[ -\x7f]$", "^[\\\\]$")
+PLAIN = (
+    "^[^a]$",
+    "^.$",
+    "^\\s$",
+    "^\\W$",
+    "^[\"']$",
+    "^[ -~]$",
+    "^[\\t ]$",
+    "^[\\x00-\\x7f]$",
+    "^é|[à-ü]$",
+    "^[^<>]+$",
+)
+
+
+@pytest.mark.parametrize("pattern", PLAIN)
+def test_a_pattern_never_leaves_its_json_string(pattern: str):
+    for library in BACKENDS:
+        grammar = compiled(byte_backend(library), "json_schema", json.dumps(rewrite_schema({"pattern": pattern}, "x")))
+        for char in '"\\\n\t\x07':
+            assert not takes(grammar, f'"{char}"'), (library, char)
+
+
+@pytest.mark.parametrize("pattern", QUOTES)
+def test_a_pattern_that_would_leave_its_json_string_is_refused(pattern: str):
+    """xgrammar wrote the quote of `^"$` as it is: `\"""` is no JSON."""
+    inner = {"type": "object", "properties": {"pattern": {"type": "string", "pattern": pattern}}}
+    schema = json.dumps(rewrite_schema({"type": "array", "items": inner}, "x"))
+    with pytest.raises(GrammarError, match="only escaped"):
+        byte_backend("xgrammar").compile("json_schema", schema)
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": json.loads(schema)}}
+    with pytest.raises(GrammarError, match="only escaped"):
+        byte_backend("xgrammar").compile("structural_tag", json.dumps(tag))
+
+
+def test_words_of_enums_are_no_patterns():
+    schema = {"enum": [{"pattern": '"'}], "$defs": {}}
+    assert byte_backend("xgrammar").compile("json_schema", json.dumps(rewrite_schema(schema, "x")))
+
+
+@pytest.mark.parametrize("library", BACKENDS)
+def test_a_limited_name_does_not_come_in_as_a_further_property(library: str):
+    """`additionalProperties: true` let `Sx` and `no` in with any value."""
+    schema = {
+        "type": "object",
+        "properties": {"T": {"type": "string"}, "no": False},
+        "patternProperties": {"^S": {"type": "integer"}},
+        "additionalProperties": True,
+    }
+    for each in (schema, {**schema, "properties": {}}, {**schema, "patternProperties": {}}):
+        grammar = compiled(byte_backend(library), "json_schema", json.dumps(rewrite_schema(each, "x")))
+        for text in ('{"Sx":"a"}', '{"T":"x","Sx":"a"}', '{"T":"x","S":"a"}', '{"no":1}'):
+            assert not takes(grammar, text) or jsonschema.Draft202012Validator(each).is_valid(json.loads(text)), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "integer", "minimum": 10**400}, "minimum: beyond"),
+        ({"type": "string", "maxLength": 10**400}, "maxLength: beyond"),
+        ({"enum": [10**400]}, "enum: 1"),
+        ({"type": "integer", "minimum": 5, "maximum": 1}, "no integer fits minimum 5 and maximum 1"),
+        ({"type": "integer", "exclusiveMinimum": 5, "exclusiveMaximum": 6}, "no integer fits exclusiveMinimum 5"),
+        ({"type": "number", "exclusiveMinimum": 5, "maximum": 5.0}, "no number fits exclusiveMinimum 5"),
+        ({"type": "object", "required": [1]}, "required: a list of names"),
+        ({"type": "object", "required": "ab"}, "required: a list of names"),
+    ],
+)
+def test_what_the_library_would_refuse_without_words_is_named(schema: dict, words: str):
+    """The answer was "the grammar cannot be used: " and no more, or the library's own source."""
+    with pytest.raises(InvalidRequest, match=words):
+        rewrite_schema(schema, "x")
+
+
+def test_ranges_of_one_number_are_served():
+    for bounds in ({"minimum": 5, "maximum": 5}, {"exclusiveMinimum": 4, "exclusiveMaximum": 6}):
+        assert rewrite_schema({"type": "integer", **bounds}, "x")["type"] == "integer"
+    assert rewrite_schema({"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.5}, "x")
