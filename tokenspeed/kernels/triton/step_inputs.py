@@ -95,6 +95,75 @@ def decode_inputs(
     )
 
 
+@triton.jit
+def _fill_request(
+    request,
+    rows_ptr,
+    starts_ptr,
+    ends_ptr,
+    page_table_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    wanted_ptr,
+    next_positions_ptr,
+    out_pages_ptr,
+    page_table_stride,
+    out_pages_stride,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    begin = tl.load(ends_ptr + request - 1, mask=request > 0, other=0)
+    end = tl.load(ends_ptr + request)
+    slot = tl.load(rows_ptr + request).to(tl.int64)
+    seq_len = tl.load(starts_ptr + request) + end - begin
+    tl.store(query_start_ptr, 0, mask=request == 0)
+    tl.store(query_start_ptr + request + 1, end)
+    tl.store(seq_lens_ptr + request, seq_len)
+    tl.store(wanted_ptr + request, tl.maximum(end - 1, 0).to(tl.int64))
+    tl.store(next_positions_ptr + request, seq_len.to(tl.int64))
+    pages = page_table_ptr + slot * page_table_stride
+    num_pages = tl.cdiv(seq_len, PAGE_SIZE)
+    for first in range(0, num_pages, BLOCK_P):
+        cols = first + tl.arange(0, BLOCK_P)
+        live = cols < num_pages
+        tl.store(out_pages_ptr + request * out_pages_stride + cols, tl.load(pages + cols, mask=live), mask=live)
+
+
+@triton.jit
+def _fill_tokens(
+    tokens,
+    rows_ptr,
+    starts_ptr,
+    ends_ptr,
+    token_ids_ptr,
+    page_table_ptr,
+    out_ids_ptr,
+    positions_ptr,
+    flat_slots_ptr,
+    num_requests,
+    num_tokens,
+    scratch_slot,
+    token_ids_stride,
+    page_table_stride,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    inside = tokens < num_tokens
+    requests = tl.arange(0, BLOCK_R)
+    ends = tl.load(ends_ptr + requests, mask=requests < num_requests, other=0x7FFFFFFF)
+    owner = tl.sum((tokens[:, None] >= ends[None, :]).to(tl.int32), axis=1)
+    live = owner < num_requests
+    begin = tl.load(ends_ptr + owner - 1, mask=live & (owner > 0), other=0)
+    slot = tl.load(rows_ptr + owner, mask=live, other=scratch_slot).to(tl.int64)
+    start = tl.load(starts_ptr + owner, mask=live, other=0)
+    position = tl.where(live, start + tokens - begin, 0)
+    token_id = tl.load(token_ids_ptr + slot * token_ids_stride + position, mask=inside, other=0)
+    page = tl.load(page_table_ptr + slot * page_table_stride + position // PAGE_SIZE, mask=inside, other=0)
+    tl.store(out_ids_ptr + tokens, token_id, mask=inside)
+    tl.store(positions_ptr + tokens, position.to(tl.int64), mask=inside)
+    tl.store(flat_slots_ptr + tokens, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
+
+
 @triton.jit(
     do_not_specialize=[
         *("num_requests", "num_tokens", "scratch_slot"),
@@ -128,39 +197,18 @@ def _prefill_inputs_kernel(
     program = tl.program_id(0)
     starts_ptr = rows_ptr + num_requests
     ends_ptr = starts_ptr + num_requests
+    # Two functions, because the branches of a kernel may not give one name two types.
     if program < num_requests:
-        begin = tl.load(ends_ptr + program - 1, mask=program > 0, other=0)
-        end = tl.load(ends_ptr + program)
-        slot = tl.load(rows_ptr + program).to(tl.int64)
-        seq_len = tl.load(starts_ptr + program) + end - begin
-        if program == 0:
-            tl.store(query_start_ptr, 0)
-        tl.store(query_start_ptr + program + 1, end)
-        tl.store(seq_lens_ptr + program, seq_len)
-        tl.store(wanted_ptr + program, tl.maximum(end - 1, 0).to(tl.int64))
-        tl.store(next_positions_ptr + program, seq_len.to(tl.int64))
-        pages = page_table_ptr + slot * page_table_stride
-        num_pages = tl.cdiv(seq_len, PAGE_SIZE)
-        for first in range(0, num_pages, BLOCK_P):
-            cols = first + tl.arange(0, BLOCK_P)
-            live = cols < num_pages
-            tl.store(out_pages_ptr + program * out_pages_stride + cols, tl.load(pages + cols, mask=live), mask=live)
+        _fill_request(
+            program, rows_ptr, starts_ptr, ends_ptr, page_table_ptr, query_start_ptr, seq_lens_ptr, wanted_ptr,
+            next_positions_ptr, out_pages_ptr, page_table_stride, out_pages_stride, PAGE_SIZE, BLOCK_P,
+        )  # fmt: skip
     else:
-        tokens = (program - num_requests) * BLOCK + tl.arange(0, BLOCK)
-        inside = tokens < num_tokens
-        requests = tl.arange(0, BLOCK_R)
-        ends = tl.load(ends_ptr + requests, mask=requests < num_requests, other=0x7FFFFFFF)
-        owner = tl.sum((tokens[:, None] >= ends[None, :]).to(tl.int32), axis=1)
-        live = owner < num_requests
-        begin = tl.load(ends_ptr + owner - 1, mask=live & (owner > 0), other=0)
-        slot = tl.load(rows_ptr + owner, mask=live, other=scratch_slot).to(tl.int64)
-        start = tl.load(starts_ptr + owner, mask=live, other=0)
-        position = tl.where(live, start + tokens - begin, 0)
-        token_id = tl.load(token_ids_ptr + slot * token_ids_stride + position, mask=inside, other=0)
-        page = tl.load(page_table_ptr + slot * page_table_stride + position // PAGE_SIZE, mask=inside, other=0)
-        tl.store(out_ids_ptr + tokens, token_id, mask=inside)
-        tl.store(positions_ptr + tokens, position.to(tl.int64), mask=inside)
-        tl.store(flat_slots_ptr + tokens, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
+        _fill_tokens(
+            (program - num_requests) * BLOCK + tl.arange(0, BLOCK), rows_ptr, starts_ptr, ends_ptr, token_ids_ptr,
+            page_table_ptr, out_ids_ptr, positions_ptr, flat_slots_ptr, num_requests, num_tokens, scratch_slot,
+            token_ids_stride, page_table_stride, PAGE_SIZE, BLOCK_R,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
