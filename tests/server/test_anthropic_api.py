@@ -302,6 +302,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "'x', which is not among tools"),
+        ({"tools": [WEATHER, WEATHER]}, "tools holds two functions of the name"),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name"),
         ({"n": 2}, "unknown field 'n'"),
     ],
 )

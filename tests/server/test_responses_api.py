@@ -232,6 +232,8 @@ async def test_refused_fields_are_named(http: httpx.AsyncClient, name: str):
         ({"input": "hi", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"input": "hi", "text": {"format": {"type": "text", "name": "a"}}}, "text.format.name"),
         ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "hi", "tools": [{"type": "function", "name": "f"}] * 2}, "tools[1]"),
+        ({"input": "hi", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"input": "hi", "stream_options": {}}, "stream_options"),
         ({"input": "hi", "metadata": {"a": "x" * 513}}, "metadata"),
         ({"input": "hi", "metadata": {str(n): "" for n in range(17)}}, "metadata"),

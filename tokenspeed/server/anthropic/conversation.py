@@ -8,6 +8,7 @@ from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.anthropic.blocks import TextBlock, ThinkingBlock, ToolResultBlock, ToolUseBlock
 from tokenspeed.server.anthropic.request import InputMessage, PromptFields, Tool
 from tokenspeed.server.carried import unpack
+from tokenspeed.server.openai.tools import check_tool_names
 
 # A header that some clients write as the first system block, another one for every request. Read by a model it would
 # say nothing, and no prompt's prefix would ever be found in the cache.
@@ -38,7 +39,12 @@ def to_messages(body: PromptFields) -> list[ChatMessage]:
 
 
 def chat_tools(tools: list[Tool]) -> list[dict[str, Any]]:
-    """Tools in the shape of chat completions, which templates and parsers read."""
+    """Tools in the shape of chat completions, which templates and parsers read.
+
+    Raises:
+        InvalidRequest: too many, or two of one name.
+    """
+    check_tool_names([tool.name for tool in tools])
     return [
         {
             "type": "function",

@@ -12,6 +12,7 @@ from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.anthropic.blocks import CacheControl, InputBlock, TextBlock
 from tokenspeed.server.body import to_struct
 from tokenspeed.server.openai.fields import Int32, drop_refused
+from tokenspeed.server.openai.tools import ToolName
 
 # (values that change nothing here, why any other is refused)
 MESSAGES_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -47,7 +48,7 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         eager_input_streaming: input is always streamed as it is written.
     """
 
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    name: ToolName
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None

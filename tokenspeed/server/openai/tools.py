@@ -73,17 +73,24 @@ def for_template(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
     Raises:
         InvalidRequest: too many, or two of one name.
     """
-    names: set[str] = set()
-    result = []
-    for number, tool in enumerate(tools or ()):
-        name = tool.function.name
-        if name in names:
+    offered = tools or ()
+    check_tool_names([tool.function.name for tool in offered])
+    return [msgspec.to_builtins(Tool(type="function", function=_without_strict(tool.function))) for tool in offered]
+
+
+def check_tool_names(names: Sequence[str]) -> None:
+    """What any API asks of the tools of a request together; `ToolName` is what it asks of each.
+
+    Raises:
+        InvalidRequest: too many, or two of one name.
+    """
+    if len(names) > MAX_TOOLS:
+        raise InvalidRequest(f"tools holds {len(names)} tools, the limit is {MAX_TOOLS}", param="tools")
+    seen: set[str] = set()
+    for number, name in enumerate(names):
+        if name in seen:
             raise InvalidRequest(f"tools holds two functions of the name {name!r}", param=f"tools[{number}]")
-        names.add(name)
-        result.append(msgspec.to_builtins(Tool(type="function", function=_without_strict(tool.function))))
-    if len(result) > MAX_TOOLS:
-        raise InvalidRequest(f"tools holds {len(result)} tools, the limit is {MAX_TOOLS}", param="tools")
-    return result
+        seen.add(name)
 
 
 def choice_of(field: ToolChoiceField | None, has_tools: bool) -> ToolChoice:

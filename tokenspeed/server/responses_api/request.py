@@ -15,6 +15,7 @@ from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.server.body import to_struct
 from tokenspeed.server.openai.fields import CacheSalt, GenerationFields, Int32, Int64, drop_refused
+from tokenspeed.server.openai.tools import check_tool_names
 from tokenspeed.server.responses_api.conversation import plain_input
 from tokenspeed.server.responses_api.items import Item
 from tokenspeed.server.responses_api.response import FunctionTool, ReasoningConfig, TextConfig
@@ -180,7 +181,12 @@ def to_grammar(text: TextConfig | None) -> GrammarSpec | None:
 
 
 def chat_tools(tools: list[FunctionTool]) -> list[dict[str, Any]]:
-    """Tools in the shape of chat completions, which templates and parsers read."""
+    """Tools in the shape of chat completions, which templates and parsers read.
+
+    Raises:
+        InvalidRequest: too many, or two of one name.
+    """
+    check_tool_names([tool.name for tool in tools])
     return [
         {
             "type": "function",

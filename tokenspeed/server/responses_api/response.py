@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from tokenspeed.server.openai.tools import ToolName
 from tokenspeed.server.responses_api.items import OutputItem
 
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -19,7 +20,7 @@ class FunctionTool(msgspec.Struct, tag_field="type", tag="function", kw_only=Tru
             it changes nothing.
     """
 
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
