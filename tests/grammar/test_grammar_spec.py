@@ -38,6 +38,13 @@ def test_a_deep_structural_tag_is_refused() -> None:
         make_spec("structural_tag", '{"format":' + "[" * 600 + "]" * 600 + "}", "tag")
 
 
+@pytest.mark.parametrize("value", ['{"enum": [NaN]}', {"const": float("nan")}, {"enum": [float("-inf")]}])
+def test_what_json_cannot_say_is_refused(value: Any) -> None:
+    """Python reads and writes NaN as JSON; no output would ever be valid."""
+    with pytest.raises(InvalidRequest):
+        make_spec("json", value, "field")
+
+
 def test_one_at_most() -> None:
     assert pick(one_of({}, "o")) is None
     assert pick(one_of({"json": None, "json_object": False}, "o")) is None

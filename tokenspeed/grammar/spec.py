@@ -95,7 +95,10 @@ def _json(value: Any, param: str) -> tuple[GrammarKind, str]:
         value = _parsed(value, param)
     if not isinstance(value, dict | bool):
         raise GrammarError(f"a JSON schema is an object, not {type(value).__name__}")
-    return "json_schema", json.dumps(rewrite_schema(value, param))
+    try:
+        return "json_schema", json.dumps(rewrite_schema(value, param), allow_nan=False)
+    except ValueError:
+        raise GrammarError("a JSON schema holds no NaN and no infinity") from None
 
 
 def _regex(value: Any, _param: str) -> tuple[GrammarKind, str]:

@@ -40,7 +40,11 @@ def tool_choice_schema(
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         root = f"#/$defs/tool{place}"
         # Rewritten alone: references inside are read from its own root.
-        definitions[f"tool{place}"] = rewrite_schema(parameters, f"tools: {function['name']}: parameters", root)
+        try:
+            definitions[f"tool{place}"] = rewrite_schema(parameters, "tools", root)
+        except InvalidRequest as error:
+            said = f"the parameters of the tool {function['name']!r}: {error.message}"
+            raise InvalidRequest(said, param=error.param, code=error.code) from None
         calls.append(
             {
                 "type": "object",
