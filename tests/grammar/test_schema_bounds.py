@@ -8,13 +8,15 @@ import re
 
 import jsonschema
 import pytest
-from grammar_support import byte_backend, compiled, takes
+from grammar_support import BYTES, byte_backend, compiled, takes
 
 from tokenspeed.grammar.budget import Budget
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.json_schema import rewrite_schema
 from tokenspeed.grammar.name_pattern import NamePattern
+from tokenspeed.grammar.probe import probe
 from tokenspeed.grammar.select import BACKENDS
+from tokenspeed.grammar.tools import tool_choice_schema
 from tokenspeed.protocol.errors import InvalidRequest
 
 NAMES = ("", "a", "b", "S", "S_x", "xS", "FOO", "a1", "ab12", "aab", "abab", "a-b", "a]", "é", "a\nb", "x" * 40)
@@ -191,7 +193,7 @@ def test_a_limited_name_does_not_come_in_as_a_further_property(library: str):
         ({"enum": [10**400]}, "enum: 1"),
         ({"type": "integer", "minimum": 5, "maximum": 1}, "no integer fits minimum 5 and maximum 1"),
         ({"type": "integer", "exclusiveMinimum": 5, "exclusiveMaximum": 6}, "no integer fits exclusiveMinimum 5"),
-        ({"type": "number", "exclusiveMinimum": 5, "maximum": 5.0}, "no number fits exclusiveMinimum 5"),
+        ({"type": "number", "exclusiveMinimum": 5, "maximum": 5.0}, "decimals fits exclusiveMinimum 5"),
         ({"type": "object", "required": [1]}, "required: a list of names"),
         ({"type": "object", "required": "ab"}, "required: a list of names"),
     ],
@@ -206,3 +208,54 @@ def test_ranges_of_one_number_are_served():
     for bounds in ({"minimum": 5, "maximum": 5}, {"exclusiveMinimum": 4, "exclusiveMaximum": 6}):
         assert rewrite_schema({"type": "integer", **bounds}, "x")["type"] == "integer"
     assert rewrite_schema({"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.5}, "x")
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"minimum": 1e-300, "maximum": 2e-300},
+        {"minimum": 0.12345671, "maximum": 0.12345679},
+        {"exclusiveMinimum": 0.5, "exclusiveMaximum": 0.500001},
+        {"exclusiveMinimum": 0.5, "maximum": 0.5},
+    ],
+)
+def test_bounds_closer_than_the_librarys_decimals_are_refused(bounds: dict):
+    """xgrammar took an empty text for a number between them."""
+    with pytest.raises(InvalidRequest, match="decimals fits"):
+        rewrite_schema({"type": "number", **bounds}, "x")
+
+
+@pytest.mark.parametrize("bounds", [{"minimum": 0.5, "maximum": 0.5}, {"exclusiveMinimum": 0.5, "maximum": 0.500001}])
+def test_close_bounds_are_served(bounds: dict):
+    text = json.dumps(rewrite_schema({"type": "number", **bounds}, "x"))
+    grammar = compiled(byte_backend("xgrammar"), "json_schema", text)
+    assert takes(grammar, str(bounds["maximum"])) and not takes(grammar, "")
+
+
+@pytest.mark.parametrize("text", ["root ::= root", 'root ::= "a" x\nx ::= x'])
+def test_a_grammar_that_leads_nowhere_is_refused(text: str):
+    """It was a 500 at the first token that nothing may follow."""
+    with pytest.raises(GrammarError, match="nothing can come at token"):
+        probe(compiled(byte_backend("xgrammar"), "ebnf", text), BYTES)
+
+
+def forced(parameters: dict) -> str:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    return tool_choice_schema([tool], "f", parallel=False).text
+
+
+@pytest.mark.parametrize("parameters", [{}, {"description": "x"}, {"type": ["object", "null"]}, {"$ref": "#/$defs/a"}])
+def test_arguments_of_a_forced_call_are_an_object(parameters: dict):
+    """A schema without a type, or of another, gave calls with `false` or a text for arguments."""
+    grammar = compiled(
+        byte_backend("xgrammar"), "json_schema", forced({**parameters, "$defs": {"a": {"title": "any"}}})
+    )
+    assert takes(grammar, '[{"name":"f","parameters":{}}]')
+    for value in ("false", "null", '"x"', "[]"):
+        assert not takes(grammar, f'[{{"name":"f","parameters":{value}}}]')
+
+
+@pytest.mark.parametrize("kind", ["boolean", ["string", "null"], "objct"])
+def test_parameters_of_another_type_are_refused(kind: object):
+    with pytest.raises(InvalidRequest, match=r"f: parameters\.type is"):
+        forced({"type": kind})

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
@@ -27,6 +28,7 @@ MAX_DEPTH = 48
 MAX_NODES = 4000
 MAX_PROPERTIES = 256  # of one object: a mask of thousands of optional ones takes seconds
 MAX_ENUM = 1000
+MAX_DECIMALS = 6  # of a number between bounds
 MAX_NUMBER = 2**63 - 1  # in bounds and lengths: what the libraries read numbers into
 
 FORMATS = frozenset(
@@ -464,19 +466,26 @@ def _number(own: Schema, name: str, where: str) -> Schema:
 
 
 def _check_range(own: Schema, name: str, where: str) -> None:
-    """The library says only that some range is empty."""
-    step = 1 if name == "integer" else 0
-    lows = [(own["minimum"], "minimum")] if "minimum" in own else []
-    highs = [(own["maximum"], "maximum")] if "maximum" in own else []
-    if "exclusiveMinimum" in own:
-        lows.append((own["exclusiveMinimum"] + step, "exclusiveMinimum"))
-    if "exclusiveMaximum" in own:
-        highs.append((own["exclusiveMaximum"] - step, "exclusiveMaximum"))
-    for low, low_key in lows:
-        for high, high_key in highs:
-            is_open = not step and (low_key, high_key) != ("minimum", "maximum")
-            if low > high or (is_open and low == high):
-                raise GrammarError(f"{where}: no {name} fits {low_key} {own[low_key]} and {high_key} {own[high_key]}")
+    """The library says of an empty range only that there is one; and where no number of its decimals fits, it takes an
+    empty text for a number."""
+    scale = 1 if name == "integer" else 10**MAX_DECIMALS
+    lows: list[tuple[int, str]] = []
+    highs: list[tuple[int, str]] = []
+    for key, value in own.items():
+        exact = Fraction(str(value)) * scale
+        match key:
+            case "minimum":
+                lows.append((math.ceil(exact), key))
+            case "exclusiveMinimum":
+                lows.append((math.floor(exact) + 1, key))
+            case "maximum":
+                highs.append((math.floor(exact), key))
+            case "exclusiveMaximum":
+                highs.append((math.ceil(exact) - 1, key))
+    if lows and highs and max(lows)[0] > min(highs)[0]:
+        low, high = max(lows)[1], min(highs)[1]
+        kind = name if name == "integer" else f"{name} of at most {MAX_DECIMALS} decimals"
+        raise GrammarError(f"{where}: no {kind} fits {low} {own[low]} and {high} {own[high]}")
 
 
 def _check_order(own: Schema, low: str, high: str, where: str) -> None:

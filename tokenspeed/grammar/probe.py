@@ -27,7 +27,7 @@ def probe(compiled: CompiledGrammar, vocabulary: Vocabulary) -> None:
     """Walk with a few habits: any token, the longest, always the same.
 
     Raises:
-        GrammarError: a token took more than `MAX_TOKEN_S`.
+        GrammarError: a token took more than `MAX_TOKEN_S`, or there is a way into it that leads nowhere.
     """
     chance = random.Random(0)
     lengths = np.array([len(token) for token in vocabulary.tokens])
@@ -61,6 +61,10 @@ def _walk(compiled: CompiledGrammar, is_end: NDArray[np.bool_], pick: _Pick) -> 
         spent_s = time.thread_time() - before_s
         bits = np.unpackbits(row.view(np.uint8), bitorder="little")[:vocab_size]
         allowed = np.flatnonzero(bits.astype(bool) & ~is_end)
+        if not bits.any():
+            raise GrammarError(
+                f"nothing can come at token {place + 1}, and the output cannot end there; every rule needs an end"
+            )
         if not len(allowed):
             return
         token_id = pick(allowed)

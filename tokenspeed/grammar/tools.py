@@ -37,7 +37,7 @@ def tool_choice_schema(
     definitions: dict[str, Any] = {}
     calls = []
     for place, function in enumerate(functions):
-        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        parameters = _object_only(function)
         root = f"#/$defs/tool{place}"
         # Rewritten alone: references inside are read from its own root.
         try:
@@ -58,3 +58,16 @@ def tool_choice_schema(
         schema["maxItems"] = 1
     schema["$defs"] = definitions
     return GrammarSpec(kind="json_schema", text=json.dumps(schema), starts_after=starts_after, param="tools")
+
+
+def _object_only(function: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments, which are always an object."""
+    parameters: dict[str, Any] = function.get("parameters") or {"type": "object", "properties": {}}
+    kind = parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise InvalidRequest(
+            f"tools: {function['name']}: parameters.type is {kind!r}; arguments are an object, so it must be 'object'",
+            param="tools",
+            code="invalid_schema",
+        )
+    return {**parameters, "type": "object"}

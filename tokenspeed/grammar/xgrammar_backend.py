@@ -30,7 +30,9 @@ QUICK_S = 0.3
 _ESCAPED = '"\\' + "".join(map(chr, range(32)))
 """What stands in a JSON string only behind a backslash."""
 
-_ORIGIN = re.compile(r"^\[[^\]]*\] \S+\.(?:cc|h):\d+: ")  # "[07:29:40] /project/cpp/x.cc:94: "
+_ORIGIN = re.compile(
+    r"^\[[^\]]*\] \S+\.(?:cc|h):\d+: (?:Check failed: .* is (?:true|false): )?"
+)  # "[07:29:40] /project/cpp/x.cc:94: "
 
 
 class _Portable(msgspec.Struct, array_like=True):
