@@ -155,10 +155,11 @@ def sum_runner(
     max_model_len: int = 40,
     recorder: LateTape | None = None,
     enforce_eager: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[ModelRunner, SumModel]:
-    """A runner over `SumModel`, whose unwritten pages hold NaN."""
+    """A runner over `SumModel`, whose unwritten pages hold NaN. `dtype`: what the runner takes the model for."""
     model = SumModel()
-    ops = plain_ops()
+    ops = replace(plain_ops(), dtype=dtype)
     if recorder is not None:
         recorder.model = model
         ops = with_recorder(ops, recorder)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from runner_support import GREEDY, VOCAB, LateTape, Plans, SumModel, next_sums, sum_runner
 
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, Row, StepPlan, StepResult, TokenLogprobs
-from tokenspeed.runner.model_runner import MIN_PROMPT_ROWS, ModelRunner
+from tokenspeed.runner.model_runner import ModelRunner, prompt_rows
 
 POISON = VOCAB - 1
 RECORDERS = {"plain": None, "recorded": 8, "recorded-to-2": 2, "eager": 8}
@@ -71,7 +72,21 @@ def test_decode_rows_are_computed_apart_where_they_have_kernels_of_their_own() -
         do(runner, plans.step([plans.admit(1, [4, 5])], [plans.decode(0), plans.row(1, 2)]))
         sizes[name] = list(model.forward_sizes)
         runner.close()
-    assert sizes == {"none": [3], "graphs": [1, MIN_PROMPT_ROWS], "eager": [1, MIN_PROMPT_ROWS]}
+    assert sizes == {"none": [3], "graphs": [1, 2], "eager": [1, 2]}
+
+
+def test_prompts_in_bfloat16_are_filled_up_to_few_sizes() -> None:
+    """Regression: oneDNN kept a program for every number of prompt rows, and the engine grew by hundreds of MB."""
+    runner, model = sum_runner(dtype=torch.bfloat16, max_model_len=30, num_pages=64)
+    plans = Plans(64)
+    result = do(runner, plans.step([plans.admit(0, [1, 2, 3])], [plans.row(0, 3)]))
+    assert [row.token_ids for row in result.rows] == [[6]]
+    do(runner, plans.step([], [plans.decode(0)]))
+    runner.close()
+    assert model.forward_sizes == [80, 1]
+    assert [prompt_rows(count) for count in (1, 65, 80, 81, 300, 512, 513, 8000)] == [
+        *(80, 80, 80, 96, 320, 512, 640, 8064),
+    ]
 
 
 def test_only_prompt_chunks_sample_nothing(made: tuple[ModelRunner, SumModel]) -> None:

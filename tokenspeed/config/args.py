@@ -383,11 +383,11 @@ class EngineArgs(ServerArgs):
         None,
         "--prefill-graph-max-tokens",
         DEVICE,
-        "Most prompt tokens of a step that is recorded; 0 records none.",
+        "Most prompt tokens of a step that is recorded; 0 records none. Not verified on a GPU yet.",
         parse=integer,
         metavar="TOKENS",
         at_least=0,
-        default_text="512, or `--chunked-prefill-size` if that is less",
+        default_text="0, or the largest of `--prefill-graph-capture-sizes`",
         only_on="cuda",
     )
     prefill_graph_capture_sizes: tuple[int, ...] = flag(

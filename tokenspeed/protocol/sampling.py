@@ -24,7 +24,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         top_k: 0 or -1 = off; any size up to the vocabulary otherwise.
         min_p: drop tokens below min_p * p(best), in [0, 1].
         presence_penalty, frequency_penalty: in [-2, 2], over output tokens (OpenAI's definition).
-        repetition_penalty: in [0.01, 2], 1 = off, over prompt and output tokens (CTRL, arXiv 1909.05858, eq. of section 4.1).
+        repetition_penalty: in [0.01, 2], 1 = off, over prompt and output tokens (CTRL, arXiv 1909.05858, section 4.1).
         logit_bias: token id -> bias in [-100, 100], added to the logits before everything else.
         seed: same seed, same text, whatever the batch. None = drawn by the engine.
         stop: strings that end the text; matched across token boundaries by the client (`text/`).

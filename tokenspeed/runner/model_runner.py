@@ -32,9 +32,11 @@ from tokenspeed.sampling.sampler import Sampler
 MAX_GRAPH_ROWS = 32
 """Decode rows that a graph is recorded for, where the kernels allow that many."""
 
-MIN_PROMPT_ROWS = 65
-"""Kernels for few rows serve at most 64. A step's prompt rows are filled up to this many, so that they always go
-through the kernels for many, whoever shares the step: the same seed gives the same text whatever the batch."""
+PROMPT_ROWS = (80, 96, 128, 160, 192, 256, 320, 384, 448, 512)
+"""A step's prompt rows are filled up to one of these in bfloat16, above to a multiple of 128. For two reasons. Kernels
+for few rows serve at most 64: the same seed gives the same text whatever the batch only if prompts always go through
+those for many. And oneDNN, torch's matmul in bfloat16, makes and keeps a program for every number of rows it meets: 300
+numbers took 870 MB (the four linears of a 135M model's layer)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class ModelRunner:
         self._prompts = PromptLogprobs(model, self._state.token_ids)
         self._graphs: StepGraphs | None = None
         self._splits_steps = ops.recorder is not None
+        self._fills_up = ops.dtype == torch.bfloat16
         self._decode_rows = _decode_rows(ops)
         if ops.recorder is not None and not enforce_eager:
             max_pages = self._state.page_table.shape[1]
@@ -174,10 +177,11 @@ class ModelRunner:
             torch.set_num_threads(1)
 
     def _filled_up(self, rows: list[Row]) -> list[Row]:
-        """Prompt rows, with scratch tokens behind them where there are few and few would take other kernels."""
-        missing = MIN_PROMPT_ROWS - sum(row.num_tokens for row in rows)
-        if not self._splits_steps or missing <= 0:
+        """Rows of a step with prompts, with scratch tokens behind them: see `PROMPT_ROWS`."""
+        if not self._fills_up or all(row.is_decode for row in rows):
             return rows
+        num_tokens = sum(row.num_tokens for row in rows)
+        missing = prompt_rows(num_tokens) - num_tokens
         longest = self._limits.max_model_len
         lengths = [longest] * (missing // longest) + [missing % longest]
         return rows + [Row(self._scratch_slot, 0, length, ([],), False, False) for length in lengths if length]
@@ -231,6 +235,11 @@ class ModelRunner:
             results.get(row.slot) or RowResult(row.slot, [], prompt_logprobs=prompt_logprobs.get(row.slot, []))
             for row in rows
         ]
+
+
+def prompt_rows(num_tokens: int) -> int:
+    """The number of rows that so many prompt tokens are filled up to."""
+    return next((rows for rows in PROMPT_ROWS if rows >= num_tokens), -(-num_tokens // 128) * 128)
 
 
 def _decode_rows(ops: Ops) -> int:
