@@ -18,7 +18,7 @@ from fake_runner import TEMPLATE, ByteTokenizer, continuation, engine_config
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.engine.client import AsyncEngineClient
 from tokenspeed.engine.interface import GenerationRequest
-from tokenspeed.engine.launch import EngineProcess, wait_ready
+from tokenspeed.engine.launch import EngineProcess, engine_environment, wait_ready
 from tokenspeed.protocol.errors import CheckpointError, ConfigError, EngineDead
 from tokenspeed.protocol.messages import Command, Reply
 from tokenspeed.protocol.sampling import SamplingParams
@@ -188,3 +188,9 @@ def test_the_client_side_never_imports_torch() -> None:
         "assert 'torch' not in sys.modules and 'tokenspeed.runner.build' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_engine_bounds_how_long_threads_spin() -> None:
+    assert engine_environment({"HOME": "/x"}) == {"HOME": "/x", "GOMP_SPINCOUNT": "10000"}
+    assert engine_environment({"OMP_WAIT_POLICY": "active"}) == {"OMP_WAIT_POLICY": "active"}
+    assert engine_environment({"GOMP_SPINCOUNT": "7"}) == {"GOMP_SPINCOUNT": "7"}

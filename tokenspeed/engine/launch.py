@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from tokenspeed.config.engine import EngineConfig
@@ -54,6 +54,19 @@ class EngineHandle(Protocol):
         ...
 
 
+def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The engine's environment, with libgomp's waiting bounded unless the user has decided it.
+
+    After a parallel torch operation libgomp's threads spin, each on a core that the native kernels, the server or a
+    neighbour want: a softmax after a decode step made the next step 3.4 -> 5.2 ms. The engine must find this set before
+    torch loads.
+    """
+    environment = dict(environ)
+    if "OMP_WAIT_POLICY" not in environ:
+        environment.setdefault("GOMP_SPINCOUNT", "10000")
+    return environment
+
+
 class EngineProcess:
     """An engine in a process of its own; see `EngineHandle`.
 
@@ -67,7 +80,9 @@ class EngineProcess:
         self._ipc = IpcClientEnd()
         self.channel: ClientEnd = self._ipc
         write_order(self._ipc.directory, Order(config, os.getpid(), log_level))
-        self._process = subprocess.Popen([*command, self._ipc.directory], stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            [*command, self._ipc.directory], stdin=subprocess.DEVNULL, env=engine_environment(os.environ)
+        )
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
 
     @property
