@@ -201,7 +201,8 @@ class _Worker:
     def kill(self) -> None:
         """End it and what it has forked. A second call does nothing."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # another thread has ended and reaped it meanwhile
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         for pipe in (self._stdin, self._stdout):
             try:
