@@ -204,6 +204,15 @@ async def test_a_last_assistant_message_is_continued(http: httpx.AsyncClient, en
     assert engine.rendered[0]["continue_final_message"] is True and engine.rendered[0]["add_generation_prompt"] is False
 
 
+async def test_a_last_message_with_calls_is_not_continued(http: httpx.AsyncClient, engine: FakeClient):
+    """Its calls were dropped, and its text went on as if there were none."""
+    blocks = [{"type": "text", "text": "Let me see."}, {"type": "tool_use", "id": "1", "name": "weather", "input": {}}]
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": blocks}]
+    answer = await http.post(URL, json=body(messages=talk))
+    assert answer.status_code == 400 and "send the calls' results" in answer.json()["error"]["message"]
+    assert not engine.requests
+
+
 async def test_omitted_thinking_is_in_the_signature(engine: FakeClient):
     engine.reply = f"{THINKS}x"
     thinking = {"type": "enabled", "budget_tokens": 100, "display": "omitted"}

@@ -200,6 +200,16 @@ async def test_continue_final_message(http: httpx.AsyncClient, engine: FakeClien
     assert (seen["continue_final_message"], seen["add_generation_prompt"]) == (True, False)
 
 
+CALLING: list[Any] = [
+    {"role": "user", "content": "q"},
+    {
+        "role": "assistant",
+        "content": "Let me see.",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    },
+]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -238,6 +248,7 @@ async def test_continue_final_message(http: httpx.AsyncClient, engine: FakeClien
         ({"request_id": "new\nline"}, "request_id", "match"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt", "one way"),
         ({"continue_final_message": True}, "continue_final_message", "role assistant"),
+        ({"continue_final_message": True, "messages": CALLING}, "messages[1]", "nothing to continue"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "has a field"),
         ({"messages": []}, "messages", "at least one"),
         ({"messages": "hi"}, "messages", "expected array"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +13,10 @@ import pytest
 from chat_streams import Message, of_choice, of_chunks
 from conftest import chat, events, http_client
 from scripted_engine import ScriptedClient
+
+from tokenspeed.grammar.tools import tool_choice_schema
+from tokenspeed.protocol.grammar import GrammarSpec
+from tokenspeed.server import turn
 
 URL = "/v1/chat/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -266,3 +271,20 @@ async def test_logprobs_and_ids_are_all_there_when_calls_are_streamed():
     streamed = [one for choice in choices for one in (choice["logprobs"] or {"content": []})["content"]]
     assert streamed == body["logprobs"]["content"]
     assert of_chunks(chunks)[0].calls[0][1:] == ("f", '{"a": 1}')
+
+
+async def test_many_long_schemas_of_a_forced_call_leave_the_loop(monkeypatch: pytest.MonkeyPatch):
+    """Two hundred schemas of 40 kB held every other request up for a second."""
+    threads: list[int] = []
+
+    def noted(*args: Any) -> GrammarSpec:
+        threads.append(threading.get_ident())
+        return tool_choice_schema(*args)
+
+    monkeypatch.setattr(turn, "tool_choice_schema", noted)
+    properties = {f"p{place}": {"type": "string", "description": "x" * 250} for place in range(100)}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    async with serving(ScriptedClient('[{"name": "f", "parameters": {}}]')) as http:
+        answer = await http.post(URL, json=chat(tools=tools, tool_choice="required"))
+    assert answer.status_code == 200, answer.text
+    assert len(threads) == 1 and threading.get_ident() not in threads

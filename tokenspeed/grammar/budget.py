@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from tokenspeed.grammar.interface import GrammarError
 
-MAX_STEPS = 500_000
-"""Elementary comparisons; about 0.2 s of Python. Usual schemas take a few hundred."""
+MAX_STEPS = 250_000
+"""Elementary comparisons; about 0.1 s of Python. Usual schemas take a few hundred."""
 
 
 @dataclass(slots=True)

@@ -65,6 +65,11 @@ async def render(context: ServerContext, conversation: Conversation) -> list[int
             f"continue_final_message needs a last message of role assistant, it is {messages[-1]['role']}",
             param="continue_final_message",
         )
+    if continues and messages[-1].get("tool_calls"):
+        raise InvalidRequest(
+            "the last message calls tools, so there is nothing to continue; send the calls' results behind it",
+            param=f"messages[{len(messages) - 1}]",
+        )
     kwargs = dict(conversation.template_kwargs)
     for name in sorted(_RESERVED_KWARGS & kwargs.keys()):
         raise InvalidRequest(

@@ -19,8 +19,8 @@ from tokenspeed.grammar.tools import tool_choice_schema
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
-from tokenspeed.server.context import ServerContext
-from tokenspeed.server.rendering import Conversation, render
+from tokenspeed.server.context import ServerContext, off_loop
+from tokenspeed.server.rendering import Conversation, num_chars, render
 from tokenspeed.server.turn_reader import TurnReader
 from tokenspeed.text.parsers.interface import ParseContext, ReasoningFormat, ToolFormat, tool_specs
 from tokenspeed.text.parsers.tools.bare_json import forced_calls
@@ -122,7 +122,8 @@ async def prepare_turn(context: ServerContext, request: TurnRequest, sampling: S
     talk, formats = request.conversation, context.formats
     offered = _offered(talk.tools, request.choice)
     forced = bool(offered) and request.choice.mode == "required"
-    grammar = _grammar(context, request, offered)
+    # Hundreds of long schemas take seconds to check.
+    grammar = await off_loop(num_chars(offered) if forced else 0, _grammar, context, request, offered)
     kwargs, thinking = template_switches(request, context.client.template_variables)
     prompt = await render(context, replace(talk, template_kwargs=kwargs))
 
