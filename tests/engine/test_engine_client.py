@@ -267,7 +267,8 @@ async def test_a_slow_consumer_gets_merged_events(start) -> None:
     assert len(rest) <= 2
     assert [*first.token_ids, *(token_id for event in rest for token_id in event.token_ids)] == continuation([6], 100)
     assert first.text + "".join(event.text for event in rest) == said([6], 100)
-    assert rest[-1].finish_reason == "length" and rest[-1].num_output_tokens == 100
+    last = [first, *rest][-1]  # on a busy machine the first event may hold everything
+    assert last.finish_reason == "length" and last.num_output_tokens == 100
 
 
 @pytest.mark.parametrize("failing_step", [0, 1, 3, 8, 20])
