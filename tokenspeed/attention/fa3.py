@@ -42,15 +42,29 @@ class FlashAttention3Backend:
         """Nothing to prepare: the kernel reads lengths and pages from the device."""
 
     def run_projected(
-        self, qkv: torch.Tensor, rotation: Rotation, kv: LayerKV, batch: AttentionBatch, scale: float
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """See `AttentionBackend.run_projected`: the package takes rotated queries and written pages."""
         return None
 
     def run(
-        self, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, scale: float, window: int | None
+        self,
+        q: torch.Tensor,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
+        assert sinks is None, "selection gives no model with sinks to this backend"
         lens = batch.query_lens_host
         out: torch.Tensor = self._attend(
             q,

@@ -50,15 +50,29 @@ class FlashInferBackend:
         self._planned.clear()
 
     def run_projected(
-        self, qkv: torch.Tensor, rotation: Rotation, kv: LayerKV, batch: AttentionBatch, scale: float
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """See `AttentionBackend.run_projected`: the package takes rotated queries and written pages."""
         return None
 
     def run(
-        self, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, scale: float, window: int | None
+        self,
+        q: torch.Tensor,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
+        assert sinks is None, "selection gives no model with sinks to this backend"
         if window not in self._wrappers:
             self._wrappers[window] = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
         wrapper = self._wrappers[window]

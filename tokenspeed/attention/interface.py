@@ -45,10 +45,13 @@ class AttentionBatch:
     Device tensors (valid until the next step's batch is built, in graphs: static buffers):
         query_start: [R + 1] int32, request r owns tokens [query_start[r], query_start[r+1]).
         seq_lens: [R] int32, context length including this step's tokens.
-        page_table: [R, max_pages] int32, page ids in position order; entries past the length are undefined.
+        page_table: [R, max_pages] int32, page ids in position order; entries past the length are undefined, and so are
+            those of a sliding-window group before the window of the first of this step's tokens: pages of others.
         slots: [T] int64, where token t's key and value go: page * page_size + offset.
     Host twins (None inside a graph, where only the device knows):
         query_lens_host, seq_lens_host: lists of R ints.
+    Cache groups:
+        other_groups: the batch of group 1 and up, with `page_table` and `slots` of their own; the rest is shared.
     """
 
     query_start: torch.Tensor
@@ -59,6 +62,11 @@ class AttentionBatch:
     num_tokens: int
     query_lens_host: list[int] | None = None
     seq_lens_host: list[int] | None = None
+    other_groups: tuple[AttentionBatch, ...] = ()
+
+    def group(self, index: int) -> AttentionBatch:
+        """The same step as cache group `index` sees it: other pages, the same lengths."""
+        return self if index == 0 else self.other_groups[index - 1]
 
 
 class LayerKV(Protocol):
@@ -113,7 +121,13 @@ class AttentionBackend(Protocol):
         ...
 
     def run(
-        self, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, scale: float, window: int | None
+        self,
+        q: torch.Tensor,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of this step's queries over the pages (this step's keys and values are already written).
 
@@ -121,13 +135,22 @@ class AttentionBackend(Protocol):
             q: [T, num_heads, head_dim].
             scale: factor on the logits, head_dim ** -0.5 as a rule.
             window: tokens visible to a query, itself included; None = all.
+            sinks: [num_heads] float32, a logit of each head that joins the softmax's denominator and has no value
+                (GPT-OSS); None = no such.
         Returns:
             [T, num_heads * head_dim], dtype of q. Own buffer, valid until the next call in eager mode.
         """
         ...
 
     def run_projected(
-        self, qkv: torch.Tensor, rotation: Rotation, kv: LayerKV, batch: AttentionBatch, scale: float
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Rotary, cache write and attention in one launch, for steps of one token a request.
 

@@ -35,18 +35,32 @@ class OpAttention:
         """Nothing to prepare: the op reads lengths and pages from the batch itself."""
 
     def run(
-        self, q: torch.Tensor, kv: LayerKV, batch: AttentionBatch, scale: float, window: int | None
+        self,
+        q: torch.Tensor,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
+        assert sinks is None, "selection gives no model with sinks to this backend"
         if kv.v_scale == 1.0:  # CPU kernels that know no 8-bit pool need not know its scale
             return self._attend(q, kv.keys, kv.values, batch, scale * kv.k_scale, window)
         return self._attend(q, kv.keys, kv.values, batch, scale * kv.k_scale, window, kv.v_scale)
 
     def run_projected(
-        self, qkv: torch.Tensor, rotation: Rotation, kv: LayerKV, batch: AttentionBatch, scale: float
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """See `AttentionBackend.run_projected`."""
-        if self._rope_attend is None or batch.num_tokens != batch.num_requests:
+        if self._rope_attend is None or batch.num_tokens != batch.num_requests or window is not None:
             return None
         return self._rope_attend(qkv, rotation, kv, batch, scale)
 

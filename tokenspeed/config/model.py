@@ -81,6 +81,31 @@ _READ_FIELDS = frozenset(
 )
 
 
+class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Expert layers.
+
+    Fields:
+        num_experts, top_k, intermediate_size: of one layer; intermediate_size is one expert's.
+        scoring, renormalize: see `moe.interface.RouterRule`.
+        router_bias, expert_bias: biases on the router and on both matrices of every expert.
+        limit, alpha: see `moe.interface.Activation`.
+        dense_layers: layers with a dense MLP of `ModelConfig.intermediate_size` instead.
+        layout: how the checkpoint stores experts: a tensor for each expert and matrix, or one for all experts.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    scoring: Literal["softmax_topk", "topk_softmax"] = "softmax_topk"
+    renormalize: bool = True
+    router_bias: bool = False
+    expert_bias: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+    dense_layers: tuple[int, ...] = ()
+    layout: Literal["per_expert", "fused"] = "per_expert"
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What layers, loader, scheduler and tokenizer need to know of a model.
 
@@ -89,6 +114,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_position: longest context in tokens, linear and yarn extension included.
         qk_norm: per-head RMSNorm on queries and keys (Qwen3).
         attention_bias: biases on q, k, v; o_bias: bias on the output projection; mlp_bias: on the MLP.
+        layer_windows: for each layer the tokens that a query sees, itself included, None = all; empty = all see all.
+        attention_sinks: every head has a learned logit that joins the softmax's denominator (GPT-OSS).
+        moe: its expert layers, or None when every layer is dense.
         dtype: the checkpoint's own: float32, bfloat16 or float16.
         qtype: the commonest block type of a GGUF file (`Q4_1`), or None.
         quantization: of safetensors weights, or None when they are not.
@@ -116,6 +144,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool = False
     dtype: Dtype = "bfloat16"
     qtype: str | None = None
+    layer_windows: tuple[int | None, ...] = ()
+    attention_sinks: bool = False
+    moe: MoeConfig | None = None
     quantization: QuantizationConfig | None = None
     kv_cache_is_fp8: bool = False
     bos_token_id: int | None = None

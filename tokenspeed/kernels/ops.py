@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from tokenspeed.attention.interface import AttentionBatch, LayerKV, Rotation
+from tokenspeed.moe.interface import Experts, ExpertWeights, MoeNeed, RouterRule, Routing
 
 
 class Embedding(Protocol):
@@ -76,6 +77,7 @@ class PagedAttention(Protocol):
         scale: float,
         window: int | None,
         out_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention over paged keys and values: see `AttentionBackend.run`. Returns [T, Hq * D].
 
@@ -90,7 +92,14 @@ class RopeAttention(Protocol):
     """`QKVRopeCache` and `PagedAttention` in one launch, for steps of one token a request."""
 
     def __call__(
-        self, qkv: torch.Tensor, rotation: Rotation, kv: LayerKV, batch: AttentionBatch, scale: float
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """qkv [T, (Hq + 2 Hk) * D], T = number of requests -> [T, Hq * D]; writes each token's key and value."""
         ...
@@ -185,6 +194,44 @@ class Fp8Linear(Protocol):
         ...
 
 
+class Route(Protocol):
+    """The router of a mixture-of-experts layer: scores, top k and their weights."""
+
+    max_fused_rows: int
+    """Tokens up to which `norm` may be asked for."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        rule: RouterRule,
+        *,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> tuple[torch.Tensor, Routing]:
+        """x [T, H], weight [E, H], bias [E] or None -> the (normed) x [T, H] and where each token goes.
+
+        Scores are summed in float32 from inputs in the model's dtype.
+
+        Args:
+            norm: [H], weight of an RMSNorm that x passes through first, with `eps`.
+        """
+        ...
+
+
+class ExpertKernels(Protocol):
+    """The experts of a mixture-of-experts layer; `moe/` chooses among backends, this is the one of our own kernels."""
+
+    def why_not(self, need: MoeNeed) -> str | None:
+        """None when such experts can be served, otherwise the reason."""
+        ...
+
+    def pack(self, weights: ExpertWeights, need: MoeNeed) -> Experts:
+        """See `MoeBackend.pack`."""
+        ...
+
+
 class StepGraph(Protocol):
     """A recorded sequence of operations on fixed buffers."""
 
@@ -213,7 +260,7 @@ class Ops:
 
     `recorder` is None where steps cannot be recorded, `block_linear` where quantized weights cannot be kept,
     `fused_linear` and `rope_attention` where launches cost too little to fuse for, `fp8_linear` where e4m3 weights are
-    dequantized. `kv_dtype` is that of the KV pool.
+    dequantized, `route` and `experts` where no expert layer can be served. `kv_dtype` is that of the KV pool.
     """
 
     device: torch.device
@@ -231,3 +278,5 @@ class Ops:
     fused_linear: FusedLinear | None = None
     rope_attention: RopeAttention | None = None
     fp8_linear: Fp8Linear | None = None
+    route: Route | None = None
+    experts: ExpertKernels | None = None
