@@ -14,6 +14,8 @@ from tokenspeed.engine.client import AsyncEngineClient
 from tokenspeed.engine.interface import GenerationEvent, GenerationRequest
 from tokenspeed.engine.launch import EngineThread, wait_ready
 from tokenspeed.protocol.errors import EngineDead, InvalidRequest, Overloaded
+from tokenspeed.protocol.grammar import GrammarSpec
+from tokenspeed.protocol.messages import AddRequest
 from tokenspeed.protocol.sampling import SamplingParams
 
 
@@ -350,6 +352,26 @@ async def test_close_ends_what_runs(start) -> None:
     assert (await running).last().finish_reason == "error"
     assert not client.is_alive
     await client.close()
+
+
+async def test_what_ends_an_output_is_withheld_until_its_grammar_starts(start, monkeypatch) -> None:
+    """See tests/grammar/test_constraints.py: an output ended inside its reasoning, before its grammar had started."""
+    client = await start()
+    sent = []
+    send = client._channel.send
+    monkeypatch.setattr(client._channel, "send", lambda message: (sent.append(message), send(message)))
+    late = GrammarSpec(kind="regex", text="a", starts_after=(5, 6))
+    for grammar, ignore_eos, withheld in (
+        (late, False, (*client.model_config.eos_token_ids, 9)),
+        (late, True, (9,)),
+        (GrammarSpec(kind="regex", text="a"), False, ()),
+    ):
+        sampling = SamplingParams(max_tokens=3, stop_token_ids=(9,), ignore_eos=ignore_eos)
+        with pytest.raises(InvalidRequest, match="constrained decoding is off"):
+            await listen(client, GenerationRequest("r", [1], sampling, grammar=grammar))
+        added = next(message for message in sent if isinstance(message, AddRequest))
+        assert added.grammar is not None and set(added.grammar.withheld) == set(withheld)
+        sent.clear()
 
 
 async def test_numbers_are_there_before_the_first_request() -> None:

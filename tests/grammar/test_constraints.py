@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -87,6 +88,22 @@ def test_the_constraint_starts_behind_the_marker(compiler: GrammarCompiler):
     assert may(constraints, 0) == {ord("b")}
     constraints.admit(admission(0, grammar, b"think<"))
     assert may(constraints, 0) is None
+
+
+def test_the_output_cannot_end_before_the_constraint_has_started(compiler: GrammarCompiler):
+    """The bug: a model that ended its output inside its reasoning answered `stop` with content that obeyed nothing, as
+    the constraint waited for a marker that never came. What ends a sequence is forbidden until the marker is there."""
+    grammar = msgspec.structs.replace(spec("ab", starts_after=(ord("<"), ord("/"))), withheld=(EOS, ord("s")))
+    _keep = compiler.submit(grammar).result(60)
+    constraints = Constraints(compiler, VOCAB)
+    constraints.admit(admission(0, grammar))
+    for token_id in b"free <":
+        assert may(constraints, 0) == set(range(VOCAB)) - {EOS, ord("s")}
+        assert constraints.accept(0, token_id) is None
+    constraints.accept(0, ord("/"))
+    assert may(constraints, 0) == {ord("a")}
+    constraints.admit(admission(0, grammar, b"think<"))
+    assert may(constraints, 0) == set(range(VOCAB)) - {EOS, ord("s")}
 
 
 def test_after_the_end_only_the_end(compiler: GrammarCompiler):

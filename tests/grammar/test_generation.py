@@ -216,6 +216,16 @@ async def test_the_constraint_starts_behind_the_reasoning(engine: Engine):
     assert forced.finish_reason == "stop"
 
 
+async def test_an_output_cannot_end_inside_its_reasoning(engine: Engine):
+    """The bug: a model that ended before the marker answered `stop`, and what it had said obeyed no grammar."""
+    marker = tuple(engine.client.tokenizer.encode("END", add_special_tokens=False))
+    grammar = GrammarSpec(kind="regex", text=" ?(yes|no)", starts_after=marker)
+    bias = {token_id: 100.0 for token_id in engine.client.model_config.eos_token_ids}
+    assert (await engine.run("Think.", None, logit_bias=bias, max_tokens=6)).finish_reason == "stop"
+    held = await engine.run("Think.", grammar, logit_bias=bias, max_tokens=6)
+    assert (held.finish_reason, len(held.token_ids)) == ("length", 6)
+
+
 async def test_n_sequences_have_a_matcher_each(engine: Engine):
     ids = engine.client.render_chat([{"role": "user", "content": "Number?"}])
     params = SamplingParams(n=4, temperature=1.5, seed=3, max_tokens=20)

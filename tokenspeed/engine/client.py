@@ -17,6 +17,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.engine.admission import Gate, check_request
 from tokenspeed.engine.events import EventQueue
@@ -24,7 +26,7 @@ from tokenspeed.engine.interface import GenerationEvent, GenerationRequest, Toke
 from tokenspeed.engine.launch import LAST_WORDS_S, EngineHandle, describe_exit
 from tokenspeed.engine.sequence import SequenceStream, TokenTexts
 from tokenspeed.protocol.errors import EngineDead, InvalidRequest, Overloaded
-from tokenspeed.protocol.grammar import INVALID_GRAMMAR
+from tokenspeed.protocol.grammar import INVALID_GRAMMAR, GrammarSpec
 from tokenspeed.protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -40,6 +42,7 @@ from tokenspeed.protocol.messages import (
     Reply,
     SequenceOutput,
 )
+from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.text.chat_template import ChatTemplate, render_chat_ids
 from tokenspeed.text.codec import Tokenizer
 from tokenspeed.text.detokenizer import Detokenizer
@@ -191,7 +194,7 @@ class AsyncEngineClient:
             sampling=sampling,
             priority=request.priority,
             cache_salt=request.cache_salt,
-            grammar=request.grammar,
+            grammar=self._to_the_end(request.grammar, sampling),
             arrival_s=time.time(),
         )
         self._gate.admit(0 if self._stats is None else self._stats.num_waiting)
@@ -206,6 +209,14 @@ class AsyncEngineClient:
             self._forget(live)
             raise
         return live
+
+    def _to_the_end(self, grammar: GrammarSpec | None, sampling: SamplingParams) -> GrammarSpec | None:
+        """The grammar; the output may not end before it has started."""
+        if grammar is None or grammar.starts_after is None:
+            return grammar
+        eos_token_ids = () if sampling.ignore_eos else self.model_config.eos_token_ids
+        ends = {*eos_token_ids, *sampling.stop_token_ids} - set(grammar.starts_after)
+        return msgspec.structs.replace(grammar, withheld=tuple(sorted(ends)))
 
     def _leave(self, live: _Live) -> None:
         """The iterator is over: by itself, or because its consumer left."""

@@ -21,10 +21,13 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             grammar in GBNF notation with the rule `root`, or structural tag as JSON.
         starts_after: the token ids that end the reasoning; the constraint starts behind their first occurrence in the
             output. None: it starts at once.
+        withheld: token ids that may not come before that, or the output could end without having obeyed: whatever ends
+            a sequence. The engine's client fills them in.
         param: the request field it came from, for errors.
     """
 
     kind: GrammarKind
     text: str
     starts_after: tuple[int, ...] | None = None
+    withheld: tuple[int, ...] = ()
     param: str = "response_format"

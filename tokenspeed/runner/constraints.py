@@ -31,6 +31,7 @@ class _Slot:
 
     Fields:
         marker: what has to be sampled before the constraint starts; empty once it has.
+        before: the mask until then, [ceil(V / 32)]; None: anything may come.
         tail: the last sampled tokens, while there is a marker to find.
         error: why the sequence cannot go on; set from the start where there is no matcher.
         credit_s: CPU seconds left to spend.
@@ -38,6 +39,7 @@ class _Slot:
 
     matcher: Matcher | None
     marker: tuple[int, ...]
+    before: NDArray[np.int32] | None = None
     tail: list[int] = field(default_factory=list)
     error: str | None = None
     credit_s: float = CREDIT_S
@@ -63,6 +65,7 @@ class Constraints:
 
     def __init__(self, compiler: GrammarCompiler | None, vocab_size: int) -> None:
         self._compiler = compiler
+        self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
         self._slots: dict[int, _Slot] = {}
 
@@ -78,7 +81,7 @@ class Constraints:
             # The request has ended meanwhile, and nobody else uses its grammar: its rows are dropped.
             self._slots[admission.slot] = _Slot(None, (), error="its grammar is not compiled")
             return
-        slot = _Slot(compiled.matcher(), spec.starts_after or ())
+        slot = _Slot(compiled.matcher(), spec.starts_after or (), self._all_but(spec.withheld))
         for token_id in admission.token_ids[admission.prompt_len :]:
             slot.accept(token_id)
         self._slots[admission.slot] = slot
@@ -94,6 +97,10 @@ class Constraints:
         words = np.empty((len(rows), self._num_words), dtype=np.int32)
         for place, row in enumerate(rows):
             slot = self._slots[slots[row]]
+            if slot.marker:
+                assert slot.before is not None, "rows() names only slots that have a mask"
+                words[place] = slot.before
+                continue
             assert slot.matcher is not None, "rows() names only slots that have one"
             begin_s = time.thread_time()
             if not slot.matcher.fill(words[place]):
@@ -118,4 +125,14 @@ class Constraints:
 
     def _is_active(self, slot: int) -> bool:
         held = self._slots.get(slot)
-        return held is not None and not held.marker and held.error is None
+        return held is not None and held.error is None and (not held.marker or held.before is not None)
+
+    def _all_but(self, token_ids: Sequence[int]) -> NDArray[np.int32] | None:
+        """A mask row without these ids; None when there are none."""
+        if not token_ids:
+            return None
+        words = np.full(self._num_words, 0xFFFFFFFF, dtype=np.uint32)
+        for token_id in token_ids:
+            if token_id < self._vocab_size:
+                words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        return words.view(np.int32)
