@@ -14,7 +14,7 @@ from tokenspeed.engine.grammar_gate import GrammarGate
 from tokenspeed.engine.interface import GenerationRequest
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.protocol.errors import InvalidRequest
-from tokenspeed.protocol.grammar import INVALID_GRAMMAR, GrammarSpec
+from tokenspeed.protocol.grammar import CANNOT_FOLLOW, INVALID_GRAMMAR, GrammarSpec
 from tokenspeed.protocol.messages import AddRequest, SequenceOutput
 from tokenspeed.protocol.sampling import SamplingParams
 
@@ -193,3 +193,19 @@ async def test_a_client_that_closes_ends_those_that_wait(start):
     await client.close()
     event = await asyncio.wait_for(first, 10)
     assert event.finish_reason == "error"
+
+
+def test_an_error_of_the_grammar_is_told_from_others():
+    """The bug: a grammar that turned out too slow ended its request with an error that looked like the engine's own."""
+    compiler = FakeCompiler()
+    gate = GrammarGate(compiler)
+    gate.hold(add("a", "x", n=2))
+    compiler.futures["x"].set_result(object())
+    gate.release()
+    faults = [
+        SequenceOutput(request_id="a", index=0, finish_reason="error", error=CANNOT_FOLLOW + "it is slow"),
+        SequenceOutput(request_id="a", index=1, finish_reason="error", error="NaN logits"),
+        SequenceOutput(request_id="b", index=0, finish_reason="error", error="NaN logits"),
+    ]
+    gate.note(faults)
+    assert [output.error_code for output in faults] == [INVALID_GRAMMAR, None, None]

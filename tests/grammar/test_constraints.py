@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,7 +13,7 @@ from grammar_support import BYTES, EOS
 
 from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.grammar.interface import GrammarOptions
-from tokenspeed.protocol.grammar import GrammarSpec
+from tokenspeed.protocol.grammar import CANNOT_FOLLOW, GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission
 from tokenspeed.runner import constraints as constraints_module
@@ -135,9 +136,51 @@ def test_a_grammar_that_takes_too_long_ends_its_own_sequence(compiler: GrammarCo
     constraints.admit(admission(1, None))
     monkeypatch.setattr(constraints_module, "EARNED_S", -1.0)
     assert may(constraints, 0) is not None
-    assert "less ambiguous" in (constraints.accept(0, ord("a")) or "")
+    error = constraints.accept(0, ord("a")) or ""
+    assert error.startswith(CANNOT_FOLLOW) and "less ambiguous" in error
     assert constraints.rows([0]) == []
     assert constraints.accept(1, ord("a")) is None
+
+
+class Failing:
+    """A matcher whose library cannot go on."""
+
+    is_terminated = False
+    failure: str | None = None
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def fill(self, row: np.ndarray) -> bool:
+        if self.where == "fill":
+            raise RuntimeError("too many states")
+        return False
+
+    def accept(self, token_id: int) -> bool:
+        if self.where == "accept":
+            raise RuntimeError("too many states")
+        self.failure = "too many states"
+        return False
+
+
+@pytest.mark.parametrize("where", ["fill", "accept", "limit"])
+def test_what_a_library_cannot_do_fails_its_own_row_as_the_users_error(where: str):
+    """The bug: a limit of llguidance was told as `a token the grammar does not allow` and a 500; an exception of
+    a library, as for too large a grammar, ended the whole engine."""
+
+    class Compiler:
+        def compiled(self, _spec: GrammarSpec) -> Any:
+            return self
+
+        def matcher(self) -> Failing:
+            return Failing(where)
+
+    constraints = Constraints(Compiler(), VOCAB)  # type: ignore[arg-type]
+    constraints.admit(admission(0, spec("a")))
+    assert may(constraints, 0) == set(range(VOCAB))
+    error = constraints.accept(0, 1) or ""
+    assert error.startswith(CANNOT_FOLLOW) and "too many states" in error
+    assert constraints.rows([0]) == []
 
 
 def test_a_grammar_that_is_gone_fails_its_row_only():
@@ -145,7 +188,7 @@ def test_a_grammar_that_is_gone_fails_its_row_only():
     constraints = Constraints(None, VOCAB)
     constraints.admit(admission(0, spec("a")))
     assert constraints.rows([0]) == []
-    assert constraints.accept(0, 1) == "its grammar is not compiled"
+    assert constraints.accept(0, 1) == "the grammar is not compiled"
 
 
 # ---- masks in the sampler -------------------------------------------------------------------------------------------

@@ -68,7 +68,8 @@ class FakeClient:
     Knobs:
         reply: text, or a function of (request, index).
         chunk: tokens an event. delay_s: before each event. gate: when set, waited for before each event but the first.
-        refuse: raised before the first event. fail_after: events after which each sequence ends in an error.
+        refuse: raised before the first event. fail_after: events after which each sequence ends in an error (its code:
+        fail_code).
         vanish_after: events after which the stream just ends. boom_after: events after which the iterator raises.
     """
 
@@ -84,6 +85,7 @@ class FakeClient:
         self.gate: asyncio.Event | None = None
         self.refuse: Exception | None = None
         self.fail_after: int | None = None
+        self.fail_code: str | None = None
         self.vanish_after: int | None = None
         self.boom_after: int | None = None
         self.requests: list[GenerationRequest] = []
@@ -142,7 +144,9 @@ class FakeClient:
                     await self._pause(num_events)
                     event = events.pop(0)
                     if event.finish_reason is None and num_events == self.fail_after:
-                        event = GenerationEvent(event.index, finish_reason="error", error="NaN logits")
+                        event = GenerationEvent(
+                            event.index, finish_reason="error", error="NaN logits", error_code=self.fail_code
+                        )
                     if num_events == self.vanish_after:
                         return
                     if num_events == self.boom_after:

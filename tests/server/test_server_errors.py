@@ -14,6 +14,7 @@ from fake_engine_client import FakeClient
 
 import tokenspeed
 from tokenspeed.protocol.errors import EngineDead, Overloaded
+from tokenspeed.protocol.grammar import INVALID_GRAMMAR
 
 URL = "/v1/chat/completions"
 
@@ -233,3 +234,48 @@ async def test_version_info_and_schema(http: httpx.AsyncClient):
         reference = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         assert types[reference.rpartition("/")[2]]["properties"]
     assert "temperature" in types["ChatRequest"]["properties"] and "Message" in types
+
+
+_SCHEMA = {"type": "object", "properties": {}}
+_HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/v1/chat/completions", {"messages": _HI, "regex": "h.*"}, "invalid_request_error"),
+        ("/v1/completions", {"prompt": "hi", "regex": "h.*"}, "invalid_request_error"),
+        (
+            "/v1/responses",
+            {"input": "hi", "text": {"format": {"type": "json_schema", "name": "n", "schema": _SCHEMA}}},
+            "invalid_prompt",
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 9,
+                "messages": _HI,
+                "output_config": {"format": {"type": "json_schema", "schema": _SCHEMA}},
+            },
+            "invalid_request_error",
+        ),
+    ],
+)
+async def test_a_grammar_that_cannot_be_followed_is_the_users_error(
+    http: httpx.AsyncClient, engine: FakeClient, path: str, body: dict[str, Any], kind: str
+):
+    """The bug: a grammar that turned out too slow or too large while it was followed ended in a 500, as if the server
+    were at fault, and clients tried again."""
+    body, engine.fail_code = {"model": "tiny", **body}, INVALID_GRAMMAR
+    for engine.fail_after, streams in ((0, False), (3, False), (0, True)):
+        response = await http.post(path, json={**body, "stream": streams})
+        assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+    engine.fail_after = 3
+    text = (await http.post(path, json={**body, "stream": True})).text
+    last = [line for line in text.splitlines() if line.startswith("data: {")][-1]
+    error = json.loads(last.removeprefix("data: "))
+    error = error.get("response", error)["error"]
+    assert error.get("type", error.get("code")) == kind and "NaN" in error["message"]
+    assert not engine.running
+    engine.fail_code = None
+    assert (await http.post(path, json=body)).status_code == 500

@@ -299,10 +299,11 @@ class AsyncEngineClient:
         stream = live.streams[output.index]
         if stream.is_finished:
             return  # a stop string ended it; the engine did not know yet
-        if not live.has_begun:
+        is_first = not live.has_begun
+        if is_first:
             live.has_begun = True
             self._gate.began(len(live.streams))
-        if output.error_code == INVALID_GRAMMAR and live.request.grammar is not None:
+        if is_first and output.error_code == INVALID_GRAMMAR and live.request.grammar is not None:
             live.refusal = InvalidRequest(output.error or "", param=live.request.grammar.param, code=INVALID_GRAMMAR)
         event = stream.feed(output)
         live.events.put(event)

@@ -52,3 +52,4 @@ def merge(known: GenerationEvent, news: GenerationEvent) -> None:
     known.finish_reason = news.finish_reason
     known.stop_reason = news.stop_reason
     known.error = news.error
+    known.error_code = news.error_code

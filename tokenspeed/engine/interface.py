@@ -62,6 +62,7 @@ class GenerationEvent:
         finish_reason: stop, length, abort or error.
         stop_reason: the matched stop string or stop token id, None for end-of-sequence and others.
         error: the message, for finish_reason "error".
+        error_code: see `messages.SequenceOutput`.
     """
 
     index: int
@@ -75,6 +76,7 @@ class GenerationEvent:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    error_code: str | None = None
 
 
 class TokenizerFace(Protocol):

@@ -80,11 +80,12 @@ class SequenceStream:
             rest, matched = self._flush()
             event.text += rest
             event.finish_reason = output.finish_reason
-            event.error = output.error
+            event.error, event.error_code = output.error, output.error_code
             if output.stop_token_id is not None and output.stop_token_id not in self._eos_token_ids:
                 event.stop_reason = output.stop_token_id
         if matched is not None:
-            event.finish_reason, event.stop_reason, event.error = "stop", matched, None
+            event.finish_reason, event.stop_reason = "stop", matched
+            event.error = event.error_code = None
         self.is_finished = event.finish_reason is not None
         return event
 

@@ -65,6 +65,11 @@ class Matcher(Protocol):
         """True once an end-of-sequence token has been accepted."""
         ...
 
+    @property
+    def failure(self) -> str | None:
+        """Why the library cannot follow any further (a limit of its own on size or time), for the user; else None."""
+        ...
+
     def fill(self, row: MaskRow) -> bool:
         """Write the tokens that may come next; False: all may, `row` is not meaningful. A terminated matcher allows the
         end-of-sequence ids."""

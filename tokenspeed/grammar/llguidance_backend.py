@@ -100,6 +100,10 @@ class LlguidanceMatcher:
     def is_terminated(self) -> bool:
         return self._is_ended
 
+    @property
+    def failure(self) -> str | None:
+        return self._matcher.get_error().strip().split("\n")[0][:300] if self._matcher.is_error() else None
+
     def fill(self, row: MaskRow) -> bool:
         if not self._is_ended and not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)

@@ -138,6 +138,10 @@ class XGrammarMatcher:
     def is_terminated(self) -> bool:
         return bool(self._matcher.is_terminated())
 
+    @property
+    def failure(self) -> str | None:
+        return None  # it has no limits of its own
+
     def fill(self, row: MaskRow) -> bool:
         if self._matcher.is_terminated():
             row[:] = 0

@@ -116,7 +116,7 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
         finish_reason: on the last output only.
         stop_token_id: the token that ended it, when finish_reason is "stop".
         error: for finish_reason "error": what went wrong, for the user.
-        error_code: `grammar.INVALID_GRAMMAR` when it was the request's own fault, found before any token; else None.
+        error_code: `grammar.INVALID_GRAMMAR` when it was the request's own fault; else None.
     """
 
     request_id: str

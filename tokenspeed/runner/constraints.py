@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenspeed.grammar.compiler import GrammarCompiler
-from tokenspeed.grammar.interface import Matcher
+from tokenspeed.grammar.interface import MaskRow, Matcher
+from tokenspeed.protocol.grammar import CANNOT_FOLLOW
 from tokenspeed.protocol.step import Admission
 
 CREDIT_S = 0.25
@@ -51,7 +52,27 @@ class _Slot:
             self.tail = [*self.tail, token_id][-len(self.marker) :]
             if tuple(self.tail) == self.marker:
                 self.marker = ()
-        elif not self.matcher.accept(token_id):
+        else:
+            self._follow(self.matcher, token_id)
+
+    def fill(self, row: MaskRow) -> bool:
+        """See `Matcher.fill`. What the library cannot do costs this sequence alone, after the step."""
+        assert self.matcher is not None
+        try:
+            return self.matcher.fill(row)
+        except Exception as error:
+            self.error = f"{CANNOT_FOLLOW}{type(error).__name__}: {error}"[:500]
+            return False
+
+    def _follow(self, matcher: Matcher, token_id: int) -> None:
+        try:
+            is_allowed = matcher.accept(token_id)
+        except Exception as error:  # whatever the library raises is about this grammar
+            self.error = f"{CANNOT_FOLLOW}{type(error).__name__}: {error}"[:500]
+            return
+        if matcher.failure is not None:
+            self.error = CANNOT_FOLLOW + matcher.failure
+        elif not is_allowed:
             self.error = f"the token {token_id} was sampled although the grammar does not allow it"
 
 
@@ -79,7 +100,7 @@ class Constraints:
         compiled = self._compiler.compiled(spec) if self._compiler is not None else None
         if compiled is None:
             # The request has ended meanwhile, and nobody else uses its grammar: its rows are dropped.
-            self._slots[admission.slot] = _Slot(None, (), error="its grammar is not compiled")
+            self._slots[admission.slot] = _Slot(None, (), error="the grammar is not compiled")
             return
         slot = _Slot(compiled.matcher(), spec.starts_after or (), self._all_but(spec.withheld))
         for token_id in admission.token_ids[admission.prompt_len :]:
@@ -103,7 +124,7 @@ class Constraints:
                 continue
             assert slot.matcher is not None, "rows() names only slots that have one"
             begin_s = time.thread_time()
-            if not slot.matcher.fill(words[place]):
+            if not slot.fill(words[place]):
                 words[place] = -1
             slot.credit_s -= time.thread_time() - begin_s
         return words
@@ -119,7 +140,8 @@ class Constraints:
         if held.error is None and held.credit_s < 0:
             limit_ms = EARNED_S * 1000
             held.error = (
-                f"its grammar takes more than {limit_ms:g} ms a token to follow; make it less ambiguous or smaller"
+                f"{CANNOT_FOLLOW}it takes more than {limit_ms:g} ms of CPU time a token; make it less ambiguous or "
+                "smaller"
             )
         return held.error
 

@@ -18,6 +18,7 @@ from typing import ParamSpec, TypeVar
 from tokenspeed.config.server import ServerConfig
 from tokenspeed.engine.interface import EngineClient, GenerationEvent, GenerationRequest
 from tokenspeed.protocol.errors import EngineDead, InvalidRequest, Overloaded
+from tokenspeed.protocol.grammar import INVALID_GRAMMAR
 from tokenspeed.server.errors import DEAD_MESSAGE, GenerationFailed, ModelNotFound
 from tokenspeed.server.formats import Formats
 from tokenspeed.server.metrics import Metrics, RequestMeter
@@ -91,7 +92,8 @@ async def generate(
     """Events of one or several prompts as they come, each with its prompt's number. Closing it aborts what still runs.
 
     Raises:
-        InvalidRequest, Overloaded, EngineDead: from the client, before the first event of that prompt.
+        InvalidRequest, Overloaded, EngineDead: from the client, before the first event of that prompt. InvalidRequest
+            also later, when the request's own grammar cannot be followed any further.
         GenerationFailed: a sequence ended in an error, or without an end.
     """
     if len(requests) == 1:
@@ -144,6 +146,8 @@ async def _metered(context: ServerContext, request: GenerationRequest) -> AsyncG
             meter.note(event)
             if event.finish_reason == "error":
                 outcome = "error"
+                if event.error_code == INVALID_GRAMMAR and request.grammar is not None:
+                    raise InvalidRequest(event.error or "", param=request.grammar.param, code=event.error_code)
                 raise _failure(context, event.error or "the engine gave no reason")
             if event.finish_reason is not None:
                 num_open -= 1

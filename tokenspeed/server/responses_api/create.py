@@ -151,7 +151,9 @@ async def _events(
             raise
         if not isinstance(error, TokenSpeedError):  # a bug of ours; nobody else would log it
             logger.error("a stream failed", exc_info=error)
-        yield sse(writer.fail("server_error", describe(error)[1].message))
+        # By the code agents know whether to try again.
+        code = "invalid_prompt" if isinstance(error, InvalidRequest) else "server_error"
+        yield sse(writer.fail(code, describe(error)[1].message))
 
 
 async def _whole(
