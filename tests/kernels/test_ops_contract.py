@@ -173,10 +173,16 @@ def test_qkv_rope_cache(
 
 
 def attention_case(
-    query_lens: list[int], seq_lens: list[int], heads: tuple[int, int, int], dtype: torch.dtype, page_size: int
+    query_lens: list[int],
+    seq_lens: list[int],
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    page_size: int,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch]:
-    """Random paged keys and values: shuffled pages; NaN in every slot that no request owns, and page ids past the
-    length that point nowhere."""
+    """Random paged keys and values: shuffled pages; NaN in every slot that no request owns or sees, and page ids past
+    the length that point nowhere. Before the window of a step's first token the page ids are those of another
+    request's pages, or of NaN."""
     num_heads, num_kv_heads, head_dim = heads
     pages_of = [-(-seq_len // page_size) for seq_len in seq_lens]
     num_pages = sum(pages_of) + 3
@@ -187,10 +193,12 @@ def attention_case(
     for r, seq_len in enumerate(seq_lens):
         mine = [order.pop() for _ in range(pages_of[r])]
         table[r, : len(mine)] = torch.tensor(mine)
-        written = [mine[p // page_size] * page_size + p % page_size for p in range(seq_len)]
+        first = reference_attention.first_seen(query_lens[r], seq_len, window)
+        table[r, : first // page_size] = int(torch.randint(num_pages, ()))
+        written = [mine[p // page_size] * page_size + p % page_size for p in range(first, seq_len)]
         for pool in pools:
-            pool.view(-1, num_kv_heads, head_dim)[written] = random(seq_len, num_kv_heads, head_dim, dtype=dtype)
-        slots += written[seq_len - query_lens[r] :]
+            pool.view(-1, num_kv_heads, head_dim)[written] = random(len(written), num_kv_heads, head_dim, dtype=dtype)
+        slots += written[len(written) - query_lens[r] :]
     batch = AttentionBatch(
         query_start=torch.tensor(np.cumsum([0, *query_lens]), dtype=torch.int32),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
@@ -216,32 +224,90 @@ STEPS = {
 }
 
 
+WINDOWS = (None, 1, 7, 16, 1000)
+"""All, one token, part of a page, a whole page of one size, more than any context of `STEPS`."""
+
+
+def attention_truth(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One query of one head at a time, in float64, from what it sees and nothing else."""
+    page_size, group = keys.shape[1], q.shape[1] // keys.shape[2]
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for r in range(batch.num_requests):
+        begin, end = (int(x) for x in batch.query_start[r : r + 2])
+        for t in range(begin, end):
+            position = int(batch.seq_lens[r]) - (end - t)
+            seen = torch.arange(0 if window is None else max(0, position - window + 1), position + 1)
+            pages = batch.page_table[r][seen // page_size].long()
+            for h in range(q.shape[1]):
+                k, v = (x[pages, seen % page_size, h // group].double() for x in (keys, values))
+                exponents = torch.exp(k @ q[t, h].double() * scale)
+                more = 0 if sinks is None else torch.exp(sinks[h].double())
+                out[t, h] = exponents @ v / (exponents.sum() + more)
+    return out.flatten(1).to(q.dtype)
+
+
 @every("paged_attention")
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("window", [None, 10])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 def test_paged_attention(
-    implementation: Implementation, dtype: torch.dtype, step: str, heads: tuple[int, int, int], window: int | None
+    implementation: Implementation, dtype: torch.dtype, step: str, heads: tuple[int, int, int], has_sinks: bool
 ) -> None:
     query_lens, seq_lens = STEPS[step]
     attend = made(implementation, dtype)
-    for page_size in (4, 16):
-        q, keys, values, batch = attention_case(query_lens, seq_lens, heads, dtype, page_size)
-        scale = heads[2] ** -0.5
-        truth = reference_attention.paged_attention(q, keys, values, batch, scale, window)
-        poison(q.shape[0], q.shape[1] * q.shape[2], dtype=dtype)
-        check(attend(q, keys, values, batch, scale, window), truth, dtype)
-        batch.query_lens_host = batch.seq_lens_host = None
-        check(attend(q, keys, values, batch, scale, window), truth, dtype)
+    sinks = torch.randn(heads[0]) * 3 if has_sinks else None
+    for window in WINDOWS:
+        for page_size in (4, 16):
+            q, keys, values, batch = attention_case(query_lens, seq_lens, heads, dtype, page_size, window)
+            given = q, keys, values, batch, heads[2] ** -0.5, window, 1.0, sinks
+            truth = reference_attention.paged_attention(*given)
+            poison(q.shape[0], q.shape[1] * q.shape[2], dtype=dtype)
+            check(attend(*given), truth, dtype)
+            batch.query_lens_host = batch.seq_lens_host = None
+            check(attend(*given), truth, dtype)
+
+
+@every("paged_attention")
+@pytest.mark.parametrize("window", [None, 1, 7, 16])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
+def test_paged_attention_one_query_at_a_time(
+    implementation: Implementation, dtype: torch.dtype, window: int | None, has_sinks: bool
+) -> None:
+    sinks = torch.randn(4) * 3 if has_sinks else None
+    q, keys, values, batch = attention_case([1, 20, 1, 7], [33, 20, 5, 50], (4, 2, 16), dtype, 4, window)
+    truth = attention_truth(q, keys, values, batch, 0.25, window, sinks)
+    check(made(implementation, dtype)(q, keys, values, batch, 0.25, window, 1.0, sinks), truth, dtype)
+
+
+@every("paged_attention")
+def test_a_sink_far_above_or_below_every_logit(implementation: Implementation, dtype: torch.dtype) -> None:
+    """It leaves nothing, or all; neither overflows."""
+    for query_lens in ([1], [30]):
+        q, keys, values, batch = attention_case(query_lens, [40], (4, 2, 16), dtype, 4)
+        attend = made(implementation, dtype)
+        plain = attend(q, keys, values, batch, 0.25, None)
+        sinks = torch.tensor([-1000.0, 1000.0, -1000.0, 1000.0])
+        out = attend(q, keys, values, batch, 0.25, None, 1.0, sinks).unflatten(1, (4, 16))
+        check(out[:, ::2].flatten(1), plain.unflatten(1, (4, 16))[:, ::2].flatten(1), dtype)
+        assert out[:, 1::2].abs().max() < 1e-30  # the native exponential stops at 1e-38
 
 
 @every("paged_attention")
 def test_paged_attention_of_a_long_context(implementation: Implementation, dtype: torch.dtype) -> None:
     """Longer than any block that a kernel splits queries or keys into."""
-    for query_lens, seq_lens in (([1, 1], [1500, 700]), ([600], [1100])):
-        q, keys, values, batch = attention_case(query_lens, seq_lens, (4, 2, 16), dtype, 16)
-        truth = reference_attention.paged_attention(q, keys, values, batch, 0.25, None)
-        check(made(implementation, dtype)(q, keys, values, batch, 0.25, None), truth, dtype)
+    for window, sinks in ((None, None), (128, torch.randn(4) * 3)):
+        for query_lens, seq_lens in (([1, 1], [1500, 700]), ([600], [1100]), ([1100], [1100])):
+            q, keys, values, batch = attention_case(query_lens, seq_lens, (4, 2, 16), dtype, 16, window)
+            given = q, keys, values, batch, 0.25, window, 1.0, sinks
+            check(made(implementation, dtype)(*given), reference_attention.paged_attention(*given), dtype)
 
 
 @every("block_linear")

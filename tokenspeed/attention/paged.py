@@ -23,8 +23,6 @@ class OpAttention:
     @staticmethod
     def why_not_shape(need: AttentionNeed) -> str | None:
         """What the op cannot do on any device."""
-        if need.has_sinks:
-            return "the paged_attention op has no attention sinks"
         if need.logit_cap is not None:
             return f"the paged_attention op has no logit cap (asked: {need.logit_cap})"
         if need.num_heads % need.num_kv_heads:
@@ -44,10 +42,7 @@ class OpAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
-        assert sinks is None, "selection gives no model with sinks to this backend"
-        if kv.v_scale == 1.0:  # CPU kernels that know no 8-bit pool need not know its scale
-            return self._attend(q, kv.keys, kv.values, batch, scale * kv.k_scale, window)
-        return self._attend(q, kv.keys, kv.values, batch, scale * kv.k_scale, window, kv.v_scale)
+        return self._attend(q, kv.keys, kv.values, batch, scale * kv.k_scale, window, kv.v_scale, sinks)
 
     def run_projected(
         self,
@@ -60,9 +55,9 @@ class OpAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """See `AttentionBackend.run_projected`."""
-        if self._rope_attend is None or batch.num_tokens != batch.num_requests or window is not None:
+        if self._rope_attend is None or batch.num_tokens != batch.num_requests:
             return None
-        return self._rope_attend(qkv, rotation, kv, batch, scale)
+        return self._rope_attend(qkv, rotation, kv, batch, scale, window, sinks)
 
 
 class PagedAttentionBackend(OpAttention):

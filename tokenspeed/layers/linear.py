@@ -132,10 +132,11 @@ class RowParallel:
         self._name = name
         self._all_reduce = all_reduce(mesh.tp)
         num_columns = self._columns[1] - self._columns[0]
-        self._method = scheme.declare(LinearShape(num_columns, out_features, has_bias, name))
+        self._adds_bias = has_bias and mesh.tp.rank == 0  # one rank, or the sum would hold it once a rank
+        self._method = scheme.declare(LinearShape(num_columns, out_features, self._adds_bias, name))
 
     def entries(self) -> Entries:
-        """The weight [out, in], and the bias [out] where the layer has one."""
+        """The weight [out, in], and the bias [out] where the layer has one: every rank asks, the first keeps it."""
         whole = self._columns == (0, self._in_features)
         columns = None if whole else self._columns
         wanted: Entries = {
@@ -144,10 +145,12 @@ class RowParallel:
             )
         }
         if self._has_bias:
-            wanted[f"{self._name}.bias"] = Entry(
-                (self._out_features,), lambda bias: self._method.load_bias(bias, 0, None)
-            )
+            wanted[f"{self._name}.bias"] = Entry((self._out_features,), self._load_bias)
         return wanted
+
+    def _load_bias(self, bias: WeightTensor) -> None:
+        if self._adds_bias:
+            self._method.load_bias(bias, 0, None)
 
     def finish(self) -> None:
         self._method.finish()

@@ -111,7 +111,14 @@ class RopeAttention:
         self._workspaces = _Workspaces(device)
 
     def __call__(
-        self, qkv: torch.Tensor, rotation: Rotation, kv: LayerKV, batch: AttentionBatch, scale: float
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         _, _, num_kv_heads, head_dim = kv.keys.shape
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -135,6 +142,8 @@ class RopeAttention:
             scale * kv.k_scale,
             self._workspaces.get(qkv.shape[0], num_heads, num_kv_heads, head_dim, num_splits),
             num_splits,
+            window,
+            sinks,
             pdl=self._pdl,
             out_scale=kv.v_scale,
             new_token=new_token,
@@ -157,16 +166,17 @@ class PagedAttention:
         scale: float,
         window: int | None,
         out_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if batch.num_tokens == batch.num_requests:
-            return self._decode(q, keys, values, batch.page_table, batch.seq_lens, scale, window, out_scale)
+            return self._decode(q, keys, values, batch, scale, window, out_scale, sinks)
         max_query_len = batch.num_tokens if batch.query_lens_host is None else max(batch.query_lens_host)
-        if window is None and _is_one_long_start(batch):
+        if window is None and sinks is None and _is_one_long_start(batch):
             out = _whole_prompt(q, keys, values, batch, scale)
             return out if out_scale == 1.0 else out.mul_(out_scale)
         return prefill_attention(
             q, keys, values, batch.page_table, batch.query_start, batch.seq_lens, max_query_len, scale, window,
-            out_scale=out_scale,
+            sinks, out_scale=out_scale,
         )  # fmt: skip
 
     def _decode(
@@ -174,11 +184,11 @@ class PagedAttention:
         q: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        page_table: torch.Tensor,
-        seq_lens: torch.Tensor,
+        batch: AttentionBatch,
         scale: float,
         window: int | None,
         out_scale: float,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         num_requests, num_heads, head_dim = q.shape
         num_kv_heads = keys.shape[2]
@@ -188,12 +198,13 @@ class PagedAttention:
             q,
             keys,
             values,
-            page_table,
-            seq_lens,
+            batch.page_table,
+            batch.seq_lens,
             scale,
             workspace,
             num_splits,
             window,
+            sinks,
             pdl=self._pdl,
             out_scale=out_scale,
         )

@@ -6,7 +6,7 @@
  *
  * n: T, R, Hq, Hk, D, page_size, max_pages, window (0: none), q row stride in elements; f: scale;
  * p: q [T, Hq, D], keys, values [pages, page_size, Hk, D], query_start int32 [R + 1], seq_lens int32 [R], page_table int32 [R, max_pages],
- *    out [T, Hq D].
+ *    out [T, Hq D], sinks float [Hq] or NULL: a logit more in the softmax's denominator.
  * Tokens that belong to no request, and requests without context, get zeros.
  */
 #include "simd.h"
@@ -193,13 +193,22 @@ static const attend_function attend_functions[3][MAX_HEADS] = {
     {attend_1_any, attend_2_any, attend_3_any, attend_4_any},
 };
 
-static void store_head(bf16 *out, const float *acc, float total, long dim) {
-    v16f inverse = v_set(total > 0 || total != total ? 1.0f / total : 0);
+/* What the weighted values are divided by, as a factor: the sum of exponentials, and exp(sink - maximum) where there is a sink. */
+static float share(float maximum, float total, const float *sink) {
+    if (total == 0) return 0; /* no context */
+    if (!sink) return 1.0f / total;
+    float largest = *sink > maximum ? *sink : maximum;
+    float factor = v_exp(v_set(maximum - largest))[0];
+    return factor / (total * factor + v_exp(v_set(*sink - largest))[0]);
+}
+
+static void store_head(bf16 *out, const float *acc, float factor, long dim) {
+    v16f inverse = v_set(factor);
     for (long d = 0; d < dim; d += 16) v_store_bf16(out + d, v_load(acc + d) * inverse);
 }
 
 /* Join the parts of one head, in order. */
-static void join(const float *parts, long splits, long dim, bf16 *out) {
+static void join(const float *parts, long splits, long dim, const float *sink, bf16 *out) {
     _Alignas(64) float acc[MAX_DIM] = {0};
     float largest = parts[0], total = 0;
     long stride = partial_floats(dim);
@@ -210,7 +219,7 @@ static void join(const float *parts, long splits, long dim, bf16 *out) {
         total += part[1] * factor;
         for (long d = 0; d < dim; d += 16) v_store(acc + d, v_load(acc + d) + v_load(part + 16 + d) * v_set(factor));
     }
-    store_head(out, acc, total, dim);
+    store_head(out, acc, share(largest, total, sink), dim);
 }
 
 static void run_attention(const ts_call *call, long begin, long end, ts_thread *thread) {
@@ -218,6 +227,7 @@ static void run_attention(const ts_call *call, long begin, long end, ts_thread *
     query *queries = ts_scratch(thread, (size_t)num_tokens * sizeof(query));
     if (ts_first_item(thread, call)) plan(call, queries);
     int32_t *counters = (int32_t *)thread->shared;
+    const float *sinks = call->p[7];
     float *partials = (float *)(thread->shared + NUM_COUNTERS * 4);
     long stride = partial_floats(dim), t = 0;
     for (long item = begin; item < end; item++) {
@@ -236,7 +246,8 @@ static void run_attention(const ts_call *call, long begin, long end, ts_thread *
             attend_functions[dim == 64 ? 0 : dim == 128 ? 1 : 2][heads - 1](call, query, kv_head, from, to, q, &result);
             for (long h = 0; h < heads; h++) {
                 if (query->splits == 1) {
-                    store_head((bf16 *)call->p[6] + (t * num_heads + head0 + h) * dim, result.acc + h * dim, result.total[h], dim);
+                    float factor = share(result.maximum[h], result.total[h], sinks ? sinks + head0 + h : NULL);
+                    store_head((bf16 *)call->p[6] + (t * num_heads + head0 + h) * dim, result.acc + h * dim, factor, dim);
                     continue;
                 }
                 float *part = partials + ((t * num_heads + head0 + h) * MAX_SPLITS + s) * stride;
@@ -250,7 +261,8 @@ static void run_attention(const ts_call *call, long begin, long end, ts_thread *
             if (__atomic_fetch_add(done, 1, __ATOMIC_ACQ_REL) == query->splits - 1) {
                 *done = 0; /* for the next call; nobody else looks any more */
                 for (long h = kv_head * group; h < (kv_head + 1) * group; h++)
-                    join(partials + (t * num_heads + h) * MAX_SPLITS * stride, query->splits, dim, (bf16 *)call->p[6] + (t * num_heads + h) * dim);
+                    join(partials + (t * num_heads + h) * MAX_SPLITS * stride, query->splits, dim, sinks ? sinks + h : NULL,
+                         (bf16 *)call->p[6] + (t * num_heads + h) * dim);
             }
         }
     }

@@ -123,22 +123,27 @@ class NativeContext:
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        out_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `ops.PagedAttention`. For decode and short chunks; many rows go to the next implementation."""
         rows, num_heads, head_dim = q.shape
         num_kv_heads = keys.shape[2]
         in_rows = q.stride(2) == 1 and q.stride(1) == head_dim and q.dtype == BF16
-        fits = head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM and rows * num_heads <= MAX_COUNTERS
+        fits = head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM and rows * num_heads <= MAX_COUNTERS and out_scale == 1.0
         tape = self._tape()
         if not (in_rows and fits and _plain(keys, values)) or (tape is None and rows > MAX_ATTENTION_ROWS):
             wants = f"bfloat16, head_dim a multiple of 16 up to {MAX_HEAD_DIM}"
-            return self._other("paged_attention", wants, q, keys, values, batch, scale, window)
+            given = (q, keys, values, batch, scale, window, out_scale, sinks)
+            return self._other("paged_attention", wants, *given)
         assert batch.query_start.dtype == batch.seq_lens.dtype == batch.page_table.dtype == torch.int32
         assert batch.page_table.stride(1) == 1, "pages of a request lie side by side"
+        assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()), "sinks are float32"
         out = self._empty((rows, num_heads * head_dim), BF16)
         shape = (rows, batch.num_requests, num_heads, num_kv_heads, head_dim, keys.shape[1])
         ints = (*shape, batch.page_table.stride(0), window or 0, q.stride(0))
-        self._do(Op.ATTENTION, ints, (q, keys, values, batch.query_start, batch.seq_lens, batch.page_table, out), scale)
+        tensors = (q, keys, values, batch.query_start, batch.seq_lens, batch.page_table, out, sinks)
+        self._do(Op.ATTENTION, ints, tensors, scale)
         return out
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
