@@ -202,6 +202,28 @@ async def test_allowed_tools_are_the_only_ones():
     assert len(engine.rendered[0]["tools"]) == 2, "the prompt shows all of them"
 
 
+@pytest.mark.parametrize(
+    ("path", "choice", "prompt"),
+    [
+        (URL, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}, chat(tools=TOOLS)),
+        (
+            "/v1/responses",
+            {"type": "allowed_tools", "mode": "required", "tools": []},
+            {"model": "tiny", "input": "hi", "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}]},
+        ),
+    ],
+)
+async def test_a_call_of_none_of_the_tools_cannot_be_required(path: str, choice: Any, prompt: dict[str, Any]):
+    """The bug: `allowed_tools` of mode required with an empty list was answered with free text."""
+    engine = ScriptedClient("text")
+    async with serving(engine) as http:
+        response = await http.post(path, json={**prompt, "tool_choice": choice})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
+        assert "names no tool" in response.json()["error"]["message"] and not engine.requests
+        (choice.get("allowed_tools") or choice)["mode"] = "auto"
+        assert (await http.post(path, json={**prompt, "tool_choice": choice})).status_code == 200
+
+
 async def test_auto_needs_a_known_format():
     """SmolLM2, say: nothing could read its calls, so none are promised."""
     async with http_client(ScriptedClient('[{"name": "f", "parameters": {"a": 1}}]')) as http:

@@ -183,6 +183,11 @@ def _offered(tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> list[dic
         if name not in names:
             known = ", ".join(map(repr, names)) or "none"
             raise InvalidRequest(f"tool_choice names {name!r}, which is not among tools: {known}", param="tool_choice")
+    if choice.mode == "required" and not wanted:
+        raise InvalidRequest(
+            "tool_choice asks for a call, but its allowed_tools names no tool; name one, or send mode 'auto'",
+            param="tool_choice",
+        )
     return [dict(tool) for tool in tools if tool["function"]["name"] in wanted]
 
 
