@@ -1,4 +1,5 @@
-"""Kernels that fill a recorded step's inputs compile for GPUs; no GPU is needed for that.
+"""Kernels that fill a recorded step's inputs compile for GPUs; no GPU is needed for that. The number of cache groups
+is a size of the launch, so that one kernel serves all.
 
 The interpreter takes what the compiler refuses: the first version of `_prefill_inputs_kernel` gave one name two types
 in two branches, ran here and would have failed on every GPU.
@@ -19,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tokenspeed.kernels.triton import step_inputs
 
-INT32 = ("rows_ptr", "page_table_ptr", "query_start_ptr", "seq_lens_ptr", "out_pages_ptr")
+INT32 = ("rows_ptr", "page_table_ptr", "windows_ptr", "query_start_ptr", "seq_lens_ptr", "out_pages_ptr")
 SIZES = {"PAGE_SIZE": 64, "BLOCK": 64, "BLOCK_R": 8, "BLOCK_P": 128}
 
 for name in ("_decode_inputs_kernel", "_prefill_inputs_kernel"):

@@ -9,7 +9,6 @@ import torch
 from kernel_device import DEVICE, ON_GPU
 
 from tokenspeed.kernels.triton.sampling import SlotSampling, sample_rows
-from tokenspeed.kernels.triton.step_inputs import DecodeInputs, decode_inputs
 
 VOCAB = 5000 if ON_GPU else 4200  # more than one chunk of the drawing kernel
 
@@ -110,28 +109,3 @@ def test_unusable_logits_fail_alone() -> None:
     logits[1] = -torch.inf
     logits[2, 5] = torch.inf
     assert draw(logits, sampling(temperature=[1.0, 1.0, 0.0, 0.0]), 0) == [-1, -1, -1, int(expected)]
-
-
-def test_decode_inputs() -> None:
-    token_ids = torch.randint(0, 100, (5, 40), device=DEVICE)
-    page_table = torch.randperm(50, dtype=torch.int32)[:50].view(5, 10).to(DEVICE)
-    rows = torch.tensor([[3, 0, 4], [0, 15, 38]], dtype=torch.int32, device=DEVICE)
-    longs = [torch.full((3,), -1, dtype=torch.int64, device=DEVICE) for _ in range(4)]
-    out = DecodeInputs(
-        token_ids=longs[0],
-        positions=longs[1],
-        next_positions=longs[2],
-        seq_lens=torch.zeros(3, dtype=torch.int32, device=DEVICE),
-        flat_slots=longs[3],
-        page_table=torch.full((3, 10), -1, dtype=torch.int32, device=DEVICE),
-    )
-    decode_inputs(rows, token_ids, page_table, 4, out)
-    slots, starts = rows.long()
-    assert torch.equal(out.token_ids, token_ids[slots, starts])
-    assert out.positions.tolist() == [0, 15, 38]
-    assert out.next_positions.tolist() == [1, 16, 39]
-    assert out.seq_lens.tolist() == [1, 16, 39]
-    assert torch.equal(out.flat_slots, page_table[slots, starts // 4].long() * 4 + starts % 4)
-    for row, (slot, start) in enumerate(zip(slots.tolist(), starts.tolist(), strict=True)):
-        pages = start // 4 + 1
-        assert torch.equal(out.page_table[row, :pages], page_table[slot, :pages])

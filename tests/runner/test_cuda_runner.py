@@ -26,7 +26,7 @@ from tokenspeed.models.registry import build_model, examples
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import RowResult, StepPlan
 from tokenspeed.quantization.select import scheme_for
-from tokenspeed.runner import cuda_runner, decode_graphs, prefill_graphs
+from tokenspeed.runner import cuda_runner, slot_graphs
 from tokenspeed.runner.cuda_runner import CudaModelRunner, GraphPlan
 from tokenspeed.runner.decode_graphs import DecodeGraphs
 from tokenspeed.runner.kv_pool import allocate
@@ -120,7 +120,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
         return recording
     monkeypatch.setattr(cuda_runner, "torch", UnpinnedTorch())
     monkeypatch.setattr(cuda_runner, "has_pdl", lambda device: False)
-    for module in (cuda_runner, decode_graphs, prefill_graphs):
+    for module in (cuda_runner, slot_graphs):
         monkeypatch.setattr(module, "sample_rows", sample_rows)
     for kind in (DecodeGraphs, PrefillGraphs):
 

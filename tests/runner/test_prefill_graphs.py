@@ -112,7 +112,7 @@ class Bench:
         self.shape = (config.num_layers, config.num_kv_heads, config.head_dim)
         self.vocab = config.vocab_size
         self.pages = self.fresh_pages()
-        self.state = DeviceState(NUM_SLOTS + 1, LENGTH, PAGE_SIZE, NUM_PAGES, DEVICE)
+        self.state = DeviceState(NUM_SLOTS + 1, LENGTH, self.groups, DEVICE)
         self.parameters = SlotParameters(NUM_SLOTS + 1, DEVICE)
         self.graphs = Remembered(
             self.model, self.backend, ops.recorder, self.state, self.parameters.sampling, NUM_SLOTS, pdl

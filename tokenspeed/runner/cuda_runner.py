@@ -115,9 +115,8 @@ class CudaModelRunner:
         self._graph_plan = graphs
         self._grammars = grammars
         self._device = ops.device
-        scratch_page = groups[0].num_pages
         num_slots = limits.max_num_seqs + 1  # the last is scratch: padding rows of graphs
-        self._state = DeviceState(num_slots, limits.max_model_len, groups[0].page_size, scratch_page, ops.device)
+        self._state = DeviceState(num_slots, limits.max_model_len, groups, ops.device)
         self._parameters = SlotParameters(num_slots, ops.device)
         self._sampler = Sampler(num_slots, vocab_size, ops.device)
         self._prompts = PromptLogprobs(model, self._state.token_ids)

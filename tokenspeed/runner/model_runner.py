@@ -69,12 +69,10 @@ class ModelRunner:
         self._report = report
         self._grammars = grammars
         self._constraints = Constraints(grammars, vocab_size)
-        page_size = groups[0].page_size
-        scratch_page = groups[0].num_pages
-        # The slot after the last is scratch: rows that fill a step up. Its page table names the scratch page.
+        # The slot after the last is scratch: rows that fill a step up. Its page tables name the scratch page.
         self._scratch_slot = limits.max_num_seqs
         num_slots = limits.max_num_seqs + 1
-        self._state = DeviceState(num_slots, limits.max_model_len, page_size, scratch_page, ops.device)
+        self._state = DeviceState(num_slots, limits.max_model_len, groups, ops.device)
         self._sampler = Sampler(limits.max_num_seqs, vocab_size, ops.device)
         self._prompts = PromptLogprobs(model, self._state.token_ids)
         self._graphs: StepGraphs | None = None
@@ -82,8 +80,7 @@ class ModelRunner:
         self._fills_up = ops.dtype == torch.bfloat16
         self._decode_rows = _decode_rows(ops)
         if ops.recorder is not None and not enforce_eager:
-            max_pages = self._state.page_table.shape[1]
-            self._graphs = StepGraphs(model, backend, ops.recorder, max_pages, scratch_page * page_size)
+            self._graphs = StepGraphs(model, backend, ops.recorder, self._state)
         # An eager forward has all of torch's threads. What stands around it is small, and a second thread there costs
         # more than it saves: its core is the native workers' or the server's (2 cores, 8 sampled rows: 15.7 ms a step
         # with two, 14.9 ms with one; on a busy machine a copy of the logits took 5 ms instead of 0.1).

@@ -13,7 +13,7 @@ import torch
 from tokenspeed.attention.interface import AttentionBackend, AttentionBatch
 from tokenspeed.kernels.ops import GraphUnsupported, Recorder, StepGraph
 from tokenspeed.models.interface import Model
-from tokenspeed.runner.device_state import StepInputs
+from tokenspeed.runner.device_state import DeviceState, StepInputs, with_groups
 
 
 @dataclass(slots=True)
@@ -26,12 +26,12 @@ class _Recorded:
 class StepGraphs:
     """Graphs for 1..max_rows decode rows, recorded by `capture`."""
 
-    def __init__(self, model: Model, backend: AttentionBackend, recorder: Recorder, max_pages: int, scratch_slot: int):
+    def __init__(self, model: Model, backend: AttentionBackend, recorder: Recorder, state: DeviceState) -> None:
         self._model = model
         self._backend = backend
         self._recorder = recorder
-        self._max_pages = max_pages
-        self._scratch_slot = scratch_slot
+        self._num_groups, _, self._max_pages = state.page_tables.shape
+        self._scratch_token = state.scratch_page * state.page_size
         self._recorded: dict[int, _Recorded] = {}
 
     def capture(self, max_rows: int) -> str:
@@ -53,8 +53,10 @@ class StepGraphs:
         static.token_ids.copy_(inputs.token_ids)
         static.positions.copy_(inputs.positions)
         static.batch.seq_lens.copy_(batch.seq_lens)
-        static.batch.slots.copy_(batch.slots)
-        static.batch.page_table[:, : batch.page_table.shape[1]] = batch.page_table
+        for index in range(self._num_groups):
+            kept, group = static.batch.group(index), batch.group(index)
+            kept.slots.copy_(group.slots)
+            kept.page_table[:, : group.page_table.shape[1]] = group.page_table
         recorded.graph.replay()
         return recorded.head
 
@@ -66,12 +68,18 @@ class StepGraphs:
         return _Recorded(graph, inputs, head)
 
     def _static_inputs(self, num_rows: int) -> StepInputs:
-        batch = AttentionBatch(
-            query_start=torch.arange(num_rows + 1, dtype=torch.int32),
-            seq_lens=torch.ones(num_rows, dtype=torch.int32),
-            page_table=torch.zeros(num_rows, self._max_pages, dtype=torch.int32),
-            slots=torch.full((num_rows,), self._scratch_slot, dtype=torch.int64),
-            num_requests=num_rows,
-            num_tokens=num_rows,
-        )
-        return StepInputs(torch.zeros(num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int64), batch)
+        query_start = torch.arange(num_rows + 1, dtype=torch.int32)
+        seq_lens = torch.ones(num_rows, dtype=torch.int32)
+        batches = [
+            AttentionBatch(
+                query_start=query_start,
+                seq_lens=seq_lens,
+                page_table=torch.zeros(num_rows, self._max_pages, dtype=torch.int32),
+                slots=torch.full((num_rows,), self._scratch_token, dtype=torch.int64),
+                num_requests=num_rows,
+                num_tokens=num_rows,
+            )
+            for _ in range(self._num_groups)
+        ]
+        token_ids, positions = torch.zeros(2, num_rows, dtype=torch.int64)
+        return StepInputs(token_ids, positions, with_groups(batches))

@@ -2,6 +2,9 @@
 
 Bytes     a few hundred a row; launch latency is the cost, hidden by programmatic dependent launch of what follows.
 
+Pages and flat slots come once for each cache group, by programs of their own: axis 1 of the launch. A group whose
+layers see a window gets no page numbers from before the window of the step's first token.
+
 Tokens of a recorded prompt step, half-open; `ends` comes from the host, query_start = [0, *ends]:
     [0, ends[0]) request 0   [ends[0], ends[1]) request 1   ...   [ends[-1], T) padding, in the scratch slot's page
 Requests beyond the step's own end where the last one ends: they have no tokens.
@@ -16,12 +19,65 @@ import triton
 import triton.language as tl
 
 
+@dataclass(frozen=True, slots=True)
+class SlotTables:
+    """What a device keeps of S slots in G cache groups.
+
+    Fields:
+        token_ids: [S, L] int64. page_tables: [G, S, P] int32.
+        windows: [G] int32, tokens that a query sees in the group; at least L where it sees all.
+    """
+
+    token_ids: torch.Tensor
+    page_tables: torch.Tensor
+    windows: torch.Tensor
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedInputs:
+    """Static buffers of a graph for T tokens of R requests in G cache groups; a decode step has T = R.
+
+    Fields:
+        token_ids, positions: [T] int64. flat_slots: [G, T] int64. Padding tokens go to the scratch slot.
+        query_start: [R + 1] int32, fixed in a decode step. seq_lens: [R] int32, this step's tokens included.
+        page_tables: [G, R, P] int32.
+        wanted: [R] int64, each request's last token among the T; None in a decode step.
+        next_positions: [R] int64, of the token after it.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    flat_slots: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    page_tables: torch.Tensor
+    wanted: torch.Tensor | None
+    next_positions: torch.Tensor
+
+
+@triton.jit
+def _copy_pages(pages, out, first_seen, seq_len, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Page numbers of tokens [first_seen, seq_len)."""
+    num_pages = tl.cdiv(seq_len, PAGE_SIZE)
+    for first in range(tl.maximum(first_seen, 0) // PAGE_SIZE, num_pages, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        live = cols < num_pages
+        tl.store(out + cols, tl.load(pages + cols, mask=live), mask=live)
+
+
 # Numbers that grow with batch or context are not written into the kernel: each variant would compile anew.
-@triton.jit(do_not_specialize=["num_rows", "token_ids_stride", "page_table_stride", "out_pages_stride"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_rows", "token_ids_stride", "page_table_stride", "group_stride"),
+        *("out_pages_stride", "out_group_stride"),
+    ]
+)
 def _decode_inputs_kernel(
     rows_ptr,
     token_ids_ptr,
     page_table_ptr,
+    windows_ptr,
     out_ids_ptr,
     positions_ptr,
     next_positions_ptr,
@@ -31,65 +87,54 @@ def _decode_inputs_kernel(
     num_rows,
     token_ids_stride,
     page_table_stride,
+    group_stride,
     out_pages_stride,
+    out_group_stride,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
+    group = tl.program_id(1).to(tl.int64)
     slot = tl.load(rows_ptr + row).to(tl.int64)
     start = tl.load(rows_ptr + num_rows + row)
-    tl.store(out_ids_ptr + row, tl.load(token_ids_ptr + slot * token_ids_stride + start))
-    tl.store(positions_ptr + row, start.to(tl.int64))
-    tl.store(next_positions_ptr + row, start.to(tl.int64) + 1)
-    tl.store(seq_lens_ptr + row, start + 1)
-    pages = page_table_ptr + slot * page_table_stride
+    window = tl.load(windows_ptr + group)
+    if group == 0:
+        tl.store(out_ids_ptr + row, tl.load(token_ids_ptr + slot * token_ids_stride + start))
+        tl.store(positions_ptr + row, start.to(tl.int64))
+        tl.store(next_positions_ptr + row, start.to(tl.int64) + 1)
+        tl.store(seq_lens_ptr + row, start + 1)
+    pages = page_table_ptr + group * group_stride + slot * page_table_stride
     page = tl.load(pages + start // PAGE_SIZE).to(tl.int64)
-    tl.store(flat_slots_ptr + row, page * PAGE_SIZE + start % PAGE_SIZE)
-    num_pages = start // PAGE_SIZE + 1
-    for first in range(0, num_pages, BLOCK):
-        cols = first + tl.arange(0, BLOCK)
-        live = cols < num_pages
-        tl.store(out_pages_ptr + row * out_pages_stride + cols, tl.load(pages + cols, mask=live), mask=live)
+    tl.store(flat_slots_ptr + group * num_rows + row, page * PAGE_SIZE + start % PAGE_SIZE)
+    out = out_pages_ptr + group * out_group_stride + row * out_pages_stride
+    _copy_pages(pages, out, start + 1 - window, start + 1, PAGE_SIZE, BLOCK)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeInputs:
-    """Static buffers of a graph for R rows: token_ids, positions, next_positions, flat_slots [R] int64; seq_lens [R]
-    int32; page_table [R, P] int32."""
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    next_positions: torch.Tensor
-    seq_lens: torch.Tensor
-    flat_slots: torch.Tensor
-    page_table: torch.Tensor
-
-
-def decode_inputs(
-    rows: torch.Tensor, token_ids: torch.Tensor, page_table: torch.Tensor, page_size: int, out: DecodeInputs
-) -> None:
-    """Fill `out` for decode rows.
+def decode_inputs(rows: torch.Tensor, tables: SlotTables, out: RecordedInputs) -> None:
+    """Fill `out` for decode rows, except `query_start`.
 
     Args:
         rows: [2, R] int32: slots, then starts (the position of each row's one token).
-        token_ids: [S, L] int64, page_table: [S, P] int32, by slot.
     """
     num_rows = rows.shape[1]
-    _decode_inputs_kernel[(num_rows,)](
+    _decode_inputs_kernel[(num_rows, tables.page_tables.shape[0])](
         rows,
-        token_ids,
-        page_table,
+        tables.token_ids,
+        tables.page_tables,
+        tables.windows,
         out.token_ids,
         out.positions,
         out.next_positions,
         out.seq_lens,
         out.flat_slots,
-        out.page_table,
+        out.page_tables,
         num_rows,
-        token_ids.stride(0),
-        page_table.stride(0),
-        out.page_table.stride(0),
-        PAGE_SIZE=page_size,
+        tables.token_ids.stride(0),
+        tables.page_tables.stride(1),
+        tables.page_tables.stride(0),
+        out.page_tables.stride(1),
+        out.page_tables.stride(0),
+        PAGE_SIZE=tables.page_size,
         BLOCK=128,
         num_warps=1,
     )
@@ -98,10 +143,12 @@ def decode_inputs(
 @triton.jit
 def _fill_request(
     request,
+    group,
     rows_ptr,
     starts_ptr,
     ends_ptr,
-    page_table_ptr,
+    pages_ptr,
+    windows_ptr,
     query_start_ptr,
     seq_lens_ptr,
     wanted_ptr,
@@ -115,28 +162,29 @@ def _fill_request(
     begin = tl.load(ends_ptr + request - 1, mask=request > 0, other=0)
     end = tl.load(ends_ptr + request)
     slot = tl.load(rows_ptr + request).to(tl.int64)
-    seq_len = tl.load(starts_ptr + request) + end - begin
-    tl.store(query_start_ptr, 0, mask=request == 0)
-    tl.store(query_start_ptr + request + 1, end)
-    tl.store(seq_lens_ptr + request, seq_len)
-    tl.store(wanted_ptr + request, tl.maximum(end - 1, 0).to(tl.int64))
-    tl.store(next_positions_ptr + request, seq_len.to(tl.int64))
-    pages = page_table_ptr + slot * page_table_stride
-    num_pages = tl.cdiv(seq_len, PAGE_SIZE)
-    for first in range(0, num_pages, BLOCK_P):
-        cols = first + tl.arange(0, BLOCK_P)
-        live = cols < num_pages
-        tl.store(out_pages_ptr + request * out_pages_stride + cols, tl.load(pages + cols, mask=live), mask=live)
+    start = tl.load(starts_ptr + request)
+    window = tl.load(windows_ptr + group)
+    seq_len = start + end - begin
+    if group == 0:
+        tl.store(query_start_ptr, 0, mask=request == 0)
+        tl.store(query_start_ptr + request + 1, end)
+        tl.store(seq_lens_ptr + request, seq_len)
+        tl.store(wanted_ptr + request, tl.maximum(end - 1, 0).to(tl.int64))
+        tl.store(next_positions_ptr + request, seq_len.to(tl.int64))
+    pages = pages_ptr + slot * page_table_stride
+    out = out_pages_ptr + request * out_pages_stride
+    _copy_pages(pages, out, start + 1 - window, seq_len, PAGE_SIZE, BLOCK_P)
 
 
 @triton.jit
 def _fill_tokens(
     tokens,
+    group,
     rows_ptr,
     starts_ptr,
     ends_ptr,
     token_ids_ptr,
-    page_table_ptr,
+    pages_ptr,
     out_ids_ptr,
     positions_ptr,
     flat_slots_ptr,
@@ -157,23 +205,26 @@ def _fill_tokens(
     slot = tl.load(rows_ptr + owner, mask=live, other=scratch_slot).to(tl.int64)
     start = tl.load(starts_ptr + owner, mask=live, other=0)
     position = tl.where(live, start + tokens - begin, 0)
-    token_id = tl.load(token_ids_ptr + slot * token_ids_stride + position, mask=inside, other=0)
-    page = tl.load(page_table_ptr + slot * page_table_stride + position // PAGE_SIZE, mask=inside, other=0)
-    tl.store(out_ids_ptr + tokens, token_id, mask=inside)
-    tl.store(positions_ptr + tokens, position.to(tl.int64), mask=inside)
-    tl.store(flat_slots_ptr + tokens, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
+    if group == 0:
+        token_id = tl.load(token_ids_ptr + slot * token_ids_stride + position, mask=inside, other=0)
+        tl.store(out_ids_ptr + tokens, token_id, mask=inside)
+        tl.store(positions_ptr + tokens, position.to(tl.int64), mask=inside)
+    page = tl.load(pages_ptr + slot * page_table_stride + position // PAGE_SIZE, mask=inside, other=0)
+    flat_slots = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+    tl.store(flat_slots_ptr + group * num_tokens + tokens, flat_slots, mask=inside)
 
 
 @triton.jit(
     do_not_specialize=[
-        *("num_requests", "num_tokens", "scratch_slot"),
-        *("token_ids_stride", "page_table_stride", "out_pages_stride"),
+        *("num_requests", "num_tokens", "scratch_slot", "token_ids_stride", "page_table_stride", "group_stride"),
+        *("out_pages_stride", "out_group_stride"),
     ]
 )
 def _prefill_inputs_kernel(
     rows_ptr,
     token_ids_ptr,
     page_table_ptr,
+    windows_ptr,
     out_ids_ptr,
     positions_ptr,
     flat_slots_ptr,
@@ -187,71 +238,51 @@ def _prefill_inputs_kernel(
     scratch_slot,
     token_ids_stride,
     page_table_stride,
+    group_stride,
     out_pages_stride,
+    out_group_stride,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """The first `num_requests` programs own a request each, the others BLOCK tokens."""
+    """In each group the first `num_requests` programs own a request each, the others BLOCK tokens."""
     program = tl.program_id(0)
+    group = tl.program_id(1).to(tl.int64)
     starts_ptr = rows_ptr + num_requests
     ends_ptr = starts_ptr + num_requests
+    pages_ptr = page_table_ptr + group * group_stride
     # Two functions, because the branches of a kernel may not give one name two types.
     if program < num_requests:
         _fill_request(
-            program, rows_ptr, starts_ptr, ends_ptr, page_table_ptr, query_start_ptr, seq_lens_ptr, wanted_ptr,
-            next_positions_ptr, out_pages_ptr, page_table_stride, out_pages_stride, PAGE_SIZE, BLOCK_P,
+            program, group, rows_ptr, starts_ptr, ends_ptr, pages_ptr, windows_ptr, query_start_ptr, seq_lens_ptr,
+            wanted_ptr, next_positions_ptr, out_pages_ptr + group * out_group_stride, page_table_stride,
+            out_pages_stride, PAGE_SIZE, BLOCK_P,
         )  # fmt: skip
     else:
         _fill_tokens(
-            (program - num_requests) * BLOCK + tl.arange(0, BLOCK), rows_ptr, starts_ptr, ends_ptr, token_ids_ptr,
-            page_table_ptr, out_ids_ptr, positions_ptr, flat_slots_ptr, num_requests, num_tokens, scratch_slot,
-            token_ids_stride, page_table_stride, PAGE_SIZE, BLOCK_R,
+            (program - num_requests) * BLOCK + tl.arange(0, BLOCK), group, rows_ptr, starts_ptr, ends_ptr,
+            token_ids_ptr, pages_ptr, out_ids_ptr, positions_ptr, flat_slots_ptr, num_requests, num_tokens,
+            scratch_slot, token_ids_stride, page_table_stride, PAGE_SIZE, BLOCK_R,
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillInputs:
-    """Static buffers of a graph for T tokens of R requests.
-
-    Fields:
-        token_ids, positions, flat_slots: [T] int64, of every token; padding tokens go to the scratch slot.
-        query_start: [R + 1] int32. seq_lens: [R] int32, this step's tokens included. page_table: [R, P] int32.
-        wanted: [R] int64, each request's last token among the T. next_positions: [R] int64, of the token after it.
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    flat_slots: torch.Tensor
-    query_start: torch.Tensor
-    seq_lens: torch.Tensor
-    page_table: torch.Tensor
-    wanted: torch.Tensor
-    next_positions: torch.Tensor
-
-
-def prefill_inputs(
-    rows: torch.Tensor,
-    token_ids: torch.Tensor,
-    page_table: torch.Tensor,
-    page_size: int,
-    scratch_slot: int,
-    out: PrefillInputs,
-) -> None:
+def prefill_inputs(rows: torch.Tensor, tables: SlotTables, scratch_slot: int, out: RecordedInputs) -> None:
     """Fill `out` for prompt rows.
 
     Args:
         rows: [>= 3, R] int32: slots, starts (position of each row's first token), ends (its tokens' end among the T).
-        token_ids: [S, L] int64, page_table: [S, P] int32, by slot.
         scratch_slot: whose position 0 padding tokens take.
     """
+    assert out.wanted is not None, "buffers of a decode step"
     num_requests, num_tokens = rows.shape[1], out.token_ids.shape[0]
     block = 64
-    _prefill_inputs_kernel[(num_requests + triton.cdiv(num_tokens, block),)](
+    grid = (num_requests + triton.cdiv(num_tokens, block), tables.page_tables.shape[0])
+    _prefill_inputs_kernel[grid](
         rows,
-        token_ids,
-        page_table,
+        tables.token_ids,
+        tables.page_tables,
+        tables.windows,
         out.token_ids,
         out.positions,
         out.flat_slots,
@@ -259,14 +290,16 @@ def prefill_inputs(
         out.seq_lens,
         out.wanted,
         out.next_positions,
-        out.page_table,
+        out.page_tables,
         num_requests,
         num_tokens,
         scratch_slot,
-        token_ids.stride(0),
-        page_table.stride(0),
-        out.page_table.stride(0),
-        PAGE_SIZE=page_size,
+        tables.token_ids.stride(0),
+        tables.page_tables.stride(1),
+        tables.page_tables.stride(0),
+        out.page_tables.stride(1),
+        out.page_tables.stride(0),
+        PAGE_SIZE=tables.page_size,
         BLOCK=block,
         BLOCK_R=triton.next_power_of_2(num_requests),
         BLOCK_P=128,
