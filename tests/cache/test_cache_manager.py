@@ -174,16 +174,17 @@ def test_flush_leaves_held_pages_alone() -> None:
     cache.check()
 
 
-def test_groups_are_accounted_side_by_side() -> None:
-    cache = CacheManager([GroupSpec("a", "full", 4, 64, 6), GroupSpec("b", "full", 4, 32, 3)], True)
-    assert (cache.num_pages_total, cache.capacity_tokens) == (9, 12)
+def test_groups_share_one_pool() -> None:
+    cache = manager(num_pages=7, num_groups=2)
+    assert (cache.num_pages_total, cache.capacity_tokens) == (7, 12)
     tokens = list(range(9))
     table = computed(cache, tokens)
-    assert [len(pages) for pages in table.pages] == [3, 3]
-    assert cache.reserve(table, 13) is None, "the smaller group is full"
+    assert [len(pages) for pages in table.pages] == [3, 3] and not set(table.pages[0]) & set(table.pages[1])
+    assert cache.reserve(table, 13) is None, "each group wants a page, one is left"
     cache.close(table)
     other = cache.open("x")
-    cache.reserve(other, 8)  # group b evicts a page that group a still has
+    cache.reserve(other, 8)  # three pages are free: one group loses the second page of the history
+    assert cache.num_evictions == 1
     assert found(cache, tokens) == 4, "a hit counts only where all groups have it"
     cache.check()
 
@@ -195,6 +196,8 @@ def test_groups_are_accounted_side_by_side() -> None:
         ([("full", 4, 0)], "0 pages"),
         ([("state", 4, 4)], "'state'"),
         ([("full", 4, 4), ("full", 8, 4)], r"\[4, 8\]"),
+        ([("full", 4, 4), ("full", 4, 5)], r"pages \[4, 5\]"),
+        ([("sliding_window", 4, 4)], "window of None"),
     ],
 )
 def test_groups_without_rules_are_refused(groups: list[tuple[CacheKind, int, int]], message: str) -> None:
@@ -210,7 +213,7 @@ def test_check_notices_a_lost_and_a_doubled_page() -> None:
         cache.check()
     table.pages[0].append(page)
     cache.check()
-    cache._pools[0]._free.append(page)
+    cache._pool._free.append(page)
     with pytest.raises(AssertionError):
         cache.check()
 

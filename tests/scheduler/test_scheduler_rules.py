@@ -227,13 +227,13 @@ def test_the_host_work_of_a_decode_step_does_not_grow_with_the_length(monkeypatc
     scheduler = scheduler_of(num_pages=600, page_size=4, max_model_len=2000, slots=1)
     named = 0
     manager = scheduler._cache
-    pool = manager._pools[0]
+    pool = manager._pool
     add = pool.index.add
 
-    def counting_add(name: bytes, page: int) -> None:
+    def counting_add(group: int, name: bytes, page: int) -> None:
         nonlocal named
         named += 1
-        add(name, page)
+        add(group, name, page)
 
     monkeypatch.setattr(pool.index, "add", counting_add)
     scheduler.add(request("a", 4, max_tokens=1900))

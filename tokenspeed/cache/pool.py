@@ -1,4 +1,4 @@
-"""The page pool of one cache group: who is free, who is held how often, who may be evicted.
+"""The one page pool of all cache groups: who is free, who is held how often, who may be evicted.
 
 Every page is in exactly one of three places:
 
@@ -6,7 +6,7 @@ Every page is in exactly one of three places:
     used     held by one or more page tables (reference count >= 1), named or not
     cached   no holder but still named in the prefix index: a later request may find it; evicted oldest first
 
-Knows page numbers only; what the pages hold is the runner's business.
+Knows page numbers only; what the pages hold is the runner's business, and which group holds a page the manager's.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tokenspeed.cache.prefix import PrefixIndex
 class PagePool:
     """Pages [0, num_pages) and the prefix index over them."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, num_groups: int = 1) -> None:
         self.num_pages = num_pages
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(num_groups)
         self.num_evictions = 0
         self._free = list(range(num_pages - 1, -1, -1))  # a stack, so that low page numbers go first
         self._num_holders = [0] * num_pages

@@ -8,7 +8,8 @@ A page's name is a chained SHA-256 over everything that decided its contents:
     name(-1)  = root(cache_salt)
     name(i)   = sha256(name(i - 1) + token ids of page i)
 
-so equal names mean equal salts and equal tokens from position 0, and no comparison of tokens is needed.
+so equal names mean equal salts and equal tokens from position 0, and no comparison of tokens is needed. Cache groups
+share the names (a history is hashed once) and have a page each for it.
 """
 
 from __future__ import annotations
@@ -52,47 +53,68 @@ def extend_names(names: list[bytes], root: bytes, token_ids: list[int], num_page
 
 
 class PrefixIndex:
-    """Names to pages of one cache group, one to one."""
+    """Names to pages, one to one within each cache group: one history has a page in every group.
 
-    def __init__(self) -> None:
-        self._page_of: dict[bytes, int] = {}
-        self._name_of: dict[int, bytes] = {}
+    Groups are counted from 0; a named page belongs to the group it was named in.
+    """
+
+    def __init__(self, num_groups: int = 1) -> None:
+        self._page_of: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self._name_of: dict[int, tuple[int, bytes]] = {}
 
     def __len__(self) -> int:
-        return len(self._page_of)
+        return len(self._name_of)
 
     def __contains__(self, page: int) -> bool:
         return page in self._name_of
 
-    def page(self, name: bytes) -> int | None:
-        """The page with this name, or None."""
-        return self._page_of.get(name)
+    def page(self, group: int, name: bytes) -> int | None:
+        """The group's page with this name, or None."""
+        return self._page_of[group].get(name)
 
-    def match(self, names: list[bytes], limit: int) -> list[int]:
-        """Pages of the longest run of known names from the first on, at most `limit`."""
-        pages: list[int] = []
-        page_of = self._page_of
-        for name in names[:limit]:
-            page = page_of.get(name)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+    def group_of(self, page: int) -> int | None:
+        """The group that a page is named in, or None."""
+        named = self._name_of.get(page)
+        return None if named is None else named[0]
 
-    def add(self, name: bytes, page: int) -> None:
+    def pages(self, group: int, names: list[bytes]) -> list[int]:
+        """The group's pages of these names, all of them known."""
+        page_of = self._page_of[group]
+        return [page_of[name] for name in names]
+
+    def match(self, group: int, names: list[bytes], limit: int) -> int:
+        """Length of the longest run of names known in the group from the first on, at most `limit`."""
+        page_of = self._page_of[group]
+        for number, name in enumerate(names[:limit]):
+            if name not in page_of:
+                return number
+        return limit
+
+    def last_unknown(self, group: int, names: list[bytes], first: int, end: int) -> int | None:
+        """The largest number in [first, end) whose name the group does not know, or None."""
+        page_of = self._page_of[group]
+        for number in range(end - 1, first - 1, -1):
+            if names[number] not in page_of:
+                return number
+        return None
+
+    def add(self, group: int, name: bytes, page: int) -> None:
         """Name a page. A name that already has a page keeps it: the new page is a duplicate and stays unnamed."""
-        if name not in self._page_of and page not in self._name_of:
-            self._page_of[name] = page
-            self._name_of[page] = name
+        page_of = self._page_of[group]
+        if name not in page_of and page not in self._name_of:
+            page_of[name] = page
+            self._name_of[page] = (group, name)
 
     def remove(self, page: int) -> None:
         """Forget a page's name, if it has one."""
-        name = self._name_of.pop(page, None)
-        if name is not None:
-            del self._page_of[name]
+        named = self._name_of.pop(page, None)
+        if named is not None:
+            group, name = named
+            del self._page_of[group][name]
 
     def check(self) -> None:
-        """Raise AssertionError unless the two maps mirror each other."""
-        assert len(self._page_of) == len(self._name_of), "prefix index: maps differ in size"
-        for name, page in self._page_of.items():
-            assert self._name_of.get(page) == name, f"prefix index: page {page} has two names"
+        """Raise AssertionError unless the maps mirror each other."""
+        assert sum(map(len, self._page_of)) == len(self._name_of), "prefix index: maps differ in size"
+        for group, page_of in enumerate(self._page_of):
+            for name, page in page_of.items():
+                assert self._name_of.get(page) == (group, name), f"prefix index: page {page} has two names"

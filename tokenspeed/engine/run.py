@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from tokenspeed.cache.capacity import cache_profile
 from tokenspeed.cache.manager import CacheManager
 from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.config.engine import EngineConfig
@@ -72,7 +73,7 @@ def run_engine(
 
 def _scheduler(config: EngineConfig, groups: list[GroupSpec]) -> Scheduler:
     return Scheduler(
-        cache=CacheManager(groups, config.enable_prefix_caching),
+        cache=CacheManager(groups, config.enable_prefix_caching, config.max_num_batched_tokens),
         eos_token_ids=config.model.eos_token_ids,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -86,7 +87,9 @@ def _ready(config: EngineConfig, runner: Runner) -> Ready:
     return Ready(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        kv_capacity_tokens=min(group.num_pages * group.page_size for group in runner.groups),
+        kv_capacity_tokens=cache_profile(
+            runner.groups, config.max_model_len, config.max_num_batched_tokens
+        ).context_tokens,
         vocab_size=config.model.vocab_size,
         report=[f"{choice.name}={choice.value}: {choice.reason}" for choice in config.choices] + list(runner.report),
     )

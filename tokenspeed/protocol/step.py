@@ -32,7 +32,8 @@ class Admission:
         request_id, index: whose sequence it is (`index` in [0, n)).
         token_ids: every token known now: prompt, then output sampled before a preemption. Positions [0, len).
         prompt_len: how many of them are prompt. Penalties tell prompt from output by it.
-        pages: pages given so far, one list a cache group, in position order (prefix hits first).
+        pages: pages given so far, one list a cache group, in position order (prefix hits first). -1 where a sliding
+            group has no page because no query of the slot will ever see those tokens.
         sampling: seed is always set here: the scheduler has drawn it, and has added `index` for n > 1.
         banned_token_ids: ids whose logit is -inf while fewer than `sampling.min_tokens` output tokens exist
             (the model's end-of-sequence ids, unless ignored, and stop_token_ids).

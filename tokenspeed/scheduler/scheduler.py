@@ -17,11 +17,15 @@ then moved on without knowing its newest token (`num_pending`). What turns out l
   the runner executes after the row in flight.
 * it was preempted with a token on its way: the token is kept when it arrives, and only then may it be admitted again.
 
-Memory: an admission reserves the pages of all tokens known, so only decodes ever ask for more. When none are left the
-sequence with the largest key (the youngest; under `priority` the least important) is preempted: pages released, back
-in the queue at its place, computed again later. The first in order is never preempted while another runs, and every
-sequence ends at `max_len` <= the pool's capacity, so it ends; then the next is first. Admission leaves one page for
-each running sequence, so that what has just been preempted does not come back to be thrown out again.
+Memory: an admission reserves what all known tokens will keep, and of sliding-window layers, which give back what they
+take, the pages of its first chunk. So decodes ask for more, and with sliding windows chunks do. When none are left for
+a decode the sequence with the largest key (the youngest; under `priority` the least important) is preempted: pages
+released, back in the queue at its place, computed again later. A chunk rather waits: for its own chunk in flight to
+leave the window, or for others to end; meanwhile nobody enters and no younger chunk grows. Only when nothing at all can
+be planned and no result is on its way does the youngest give way to it. The first in order is never preempted, and
+every sequence ends at `max_len` <= what the pool holds for one alone, so it ends; then the next is first. Admission
+leaves one page for each running sequence, so that what has just been preempted does not come back to be thrown out
+again.
 """
 
 from __future__ import annotations
@@ -35,8 +39,8 @@ from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepRe
 from tokenspeed.scheduler import invariants
 from tokenspeed.scheduler.counters import Counters
 from tokenspeed.scheduler.drafter import Drafter
-from tokenspeed.scheduler.invariants import Planned
 from tokenspeed.scheduler.outcome import news, take_tokens
+from tokenspeed.scheduler.outline import Outline
 from tokenspeed.scheduler.policy import Policy
 from tokenspeed.scheduler.queue import OrderedQueue
 from tokenspeed.scheduler.request import (
@@ -98,7 +102,7 @@ class Scheduler:
         self._running = OrderedQueue()
         self._num_parked = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._in_flight: deque[tuple[int, list[Planned]]] = deque()
+        self._in_flight: deque[tuple[int, list[invariants.Planned]]] = deque()
         self._next_step_id = 0
         self._num_arrivals = 0
         # Shared by all rows that get no page, so that a steady decode row allocates nothing; the runner only reads it.
@@ -175,36 +179,36 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run now (idle, or everything waits for results in flight)."""
-        decodes: list[Planned] = []
-        others: list[Planned] = []
-        admissions: list[Admission] = []
-        budget, behind, has_preempted = self._plan_decodes(decodes, self._budget)
-        for sequence in behind:
-            if not budget:
-                break
-            budget -= self._plan_chunk(sequence, budget, decodes, others)
-        if not has_preempted:  # the memory just taken back is for those who run
-            self._admit(budget, admissions, decodes, others)
-        planned = decodes + others
-        if not planned:
+        num_preempted = self._counters.num_preemptions
+        outline = self._outline(num_preempted)
+        while outline.is_blocked and outline.is_empty and not self._in_flight and len(self._running) > 1:
+            self._preempt(self._running[-1])  # nothing that runs will ever free what the blocked one waits for
+            outline = self._outline(num_preempted)
+        if outline.is_empty:
             return None
-        rows = [row for _, _, row in planned]
-        num_tokens = sum(row.num_tokens for row in rows)
-        step_id = self._next_step_id
+        plan = outline.finished(self._next_step_id)
         self._next_step_id += 1
-        self._in_flight.append((step_id, planned))
-        self._counters.step_tokens.append(num_tokens)
-        return StepPlan(step_id, admissions, rows, num_tokens)
+        self._in_flight.append((plan.step_id, outline.planned()))
+        self._counters.step_tokens.append(plan.num_tokens)
+        return plan
 
-    def _plan_decodes(self, decodes: list[Planned], budget: int) -> tuple[int, list[Sequence], bool]:
-        """Rows for running sequences that need only their newest token.
+    def _outline(self, num_preempted: int) -> Outline:
+        """What runs next. `num_preempted`: preemptions before this plan was begun."""
+        outline = Outline(self._budget)
+        for sequence in self._plan_decodes(outline):
+            if not outline.budget:
+                break
+            self._plan_chunk(outline, sequence)
+        # The memory just taken back, or waited for, is for those who run.
+        if self._counters.num_preemptions == num_preempted and not outline.is_blocked:
+            self._admit(outline)
+        return outline
 
-        Returns:
-            The budget left, the running sequences that are behind by more, and whether anyone was preempted.
-        """
+    def _plan_decodes(self, outline: Outline) -> list[Sequence]:
+        """Rows for running sequences that need only their newest token; returns those that are behind by more."""
         running, no_pages, drafter = self._running, self._no_pages, self._drafter
         behind: list[Sequence] = []
-        num_preempted = self._counters.num_preemptions
+        budget, decodes = outline.budget, outline.decodes
         position = 0
         while position < len(running):
             sequence = running[position]
@@ -225,14 +229,15 @@ class Scheduler:
             if start + num_tokens > sequence.table.capacity:
                 got_pages = self._reserve_or_preempt(sequence, start + num_tokens)
                 if got_pages is None:
-                    break  # it was the last in order and has given way itself
+                    break  # it was the last in order and has given way itself, or is alone and has to wait
                 new_pages = got_pages
             row = Row(sequence.slot, start, num_tokens, new_pages, True, True, drafts)
             sequence.num_computed = start + 1
             sequence.num_pending += 1
             budget -= num_tokens
             decodes.append((sequence, sequence.epoch, row))
-        return budget, behind, self._counters.num_preemptions > num_preempted
+        outline.budget = budget
+        return behind
 
     def _propose(self, drafter: Drafter, sequence: Sequence, start: int, room: int) -> tuple[int, ...]:
         """Drafts for a sequence, none when there is no budget, length or memory for them: nobody is preempted for a
@@ -245,7 +250,8 @@ class Scheduler:
         return drafts
 
     def _reserve_or_preempt(self, sequence: Sequence, num_tokens: int) -> tuple[list[int], ...] | None:
-        """Room for `num_tokens` tokens, taken from the last in order if need be; None: that was the sequence itself.
+        """Room for `num_tokens` tokens, taken from the last in order if need be; None: that was the sequence itself, or
+        it is the only one, and its own steps in flight will let pages go.
 
         Victims stand behind the sequence in order, and rows are planned in order, so no victim has a row in this plan.
         """
@@ -254,6 +260,8 @@ class Scheduler:
             if new_pages is not None:
                 return new_pages
             victim = self._running[-1]
+            if victim is sequence and len(self._running) == 1:
+                return None
             self._preempt(victim)
             if victim is sequence:
                 return None
@@ -267,47 +275,58 @@ class Scheduler:
         self._waiting.add(sequence)
         self._counters.num_preemptions += 1
 
-    def _plan_chunk(self, sequence: Sequence, budget: int, decodes: list[Planned], others: list[Planned]) -> int:
-        """One row of at most `budget` tokens for a sequence whose pages are reserved; returns its tokens.
+    def _plan_chunk(self, outline: Outline, sequence: Sequence) -> None:
+        """One row of at most the budget for a running sequence that is behind.
 
-        A sequence waiting for its own results (nothing known is left to compute) gets none.
+        A sequence waiting for its own results (nothing known is left to compute) gets none, nor does one without pages.
         """
         start = sequence.num_computed
         known = len(sequence.token_ids)  # nothing is pending: a pending token makes it a decode
-        num_tokens = min(budget, known - start)
+        num_tokens = min(outline.budget, known - start)
         if num_tokens < 1:
-            return 0
+            return
+        new_pages = self._no_pages
+        if start + num_tokens > sequence.table.capacity:
+            got_pages = None
+            if not outline.is_blocked:
+                # As at an admission: a chunk that takes the last page is thrown out by the next decode.
+                spare = 0 if sequence is self._running[0] else len(self._running) - 1
+                got_pages = self._cache.reserve(sequence.table, start + num_tokens, spare_pages=spare)
+            if got_pages is None:
+                outline.is_blocked = True
+                return
+            new_pages = got_pages
         samples = start + num_tokens == known
         is_decode = samples and num_tokens == 1 and start >= sequence.prompt_len
-        row = Row(sequence.slot, start, num_tokens, self._no_pages, samples, is_decode)
         sequence.num_computed = start + num_tokens
         sequence.num_pending += samples
-        (decodes if is_decode else others).append((sequence, sequence.epoch, row))
-        return num_tokens
+        outline.add(sequence, Row(sequence.slot, start, num_tokens, new_pages, samples, is_decode))
 
-    def _admit(self, budget: int, admissions: list[Admission], decodes: list[Planned], others: list[Planned]) -> None:
+    def _admit(self, outline: Outline) -> None:
         """Waiting sequences into slots, strictly in order: the first that cannot enter holds back those behind it."""
         cache = self._cache
-        while budget and self._free_slots and len(self._waiting):
+        while outline.budget and self._free_slots and len(self._waiting):
             sequence = self._waiting[0]
             if sequence.num_pending:
                 return  # preempted with a token on its way, whose id the admission must name
             tokens, table, request = sequence.token_ids, sequence.table, sequence.request
             hit = None if sequence.wants_prompt_logprobs else cache.lookup(table, tokens)
-            if cache.reserve(table, len(tokens), hit, spare_pages=len(self._running)) is None:
+            start = 0 if hit is None else hit.num_tokens
+            chunk_end = min(start + outline.budget, len(tokens))
+            if cache.reserve(table, chunk_end, hit, len(self._running), whole_len=len(tokens)) is None:
                 return
             self._waiting.remove(sequence)
             self._running.add(sequence)
             sequence.state = State.RUNNING
             sequence.slot = self._free_slots.pop()
-            sequence.num_computed = 0 if hit is None else hit.num_tokens
+            sequence.num_computed = start
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = sequence.num_computed
                 self._counters.num_prefix_hit_tokens += sequence.num_computed
                 self._counters.num_prompt_tokens += sequence.prompt_len
             if request.parked and sequence.num_computed >= self._shared_prompt_len(sequence.prompt_len):
                 self._unpark(request)
-            admissions.append(
+            outline.admissions.append(
                 Admission(
                     slot=sequence.slot,
                     request_id=request.request_id,
@@ -320,7 +339,7 @@ class Scheduler:
                     grammar=request.grammar,
                 )
             )
-            budget -= self._plan_chunk(sequence, budget, decodes, others)
+            self._plan_chunk(outline, sequence)
 
     # -- apply ---------------------------------------------------------------------------------------------------
 
