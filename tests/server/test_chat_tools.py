@@ -190,6 +190,22 @@ async def test_required_and_named_are_forced_by_a_grammar():
     assert single["maxItems"] == 1 and len(single["items"]["anyOf"]) == 2
 
 
+async def test_a_forced_call_that_is_cut_is_no_content():
+    """The bug: a forced call that max_tokens cut before its name, or before its arguments, was answered as content:
+    `[{"na`. However it is cut, there is no content, and the finish reason is the engine's."""
+    text = '[{"name": "f", "parameters": {"a": 1}}, {"name": "f", "parameters": {"a": 2}}]'
+    colons = [text.index(': {"a": 1'), text.index(': {"a": 2')]
+    engine = ScriptedClient(text)
+    async with serving(engine, reasoning_parser="passthrough") as http:
+        for limit in range(1, len(text)):
+            (one,) = await both(http, tools=TOOLS, tool_choice="required", max_tokens=limit)
+            assert (one.content, one.finish_reason) == ("", "length"), limit
+            assert len(one.calls) == sum(limit > colon for colon in colons), limit
+        engine.reply = "[1, 2] is no call"
+        (one,) = await both(http, tools=TOOLS, tool_choice="required")
+        assert one.content == "[1, 2] is no call", "nothing is lost that is none"
+
+
 async def test_allowed_tools_are_the_only_ones():
     engine = ScriptedClient(qwen_call("f", "{}") + qwen_call("g.h-i", "{}"))
     choice = {

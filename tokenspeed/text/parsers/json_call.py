@@ -35,8 +35,18 @@ def call_or_text(cursor: Cursor, output: Output, needs_arguments: bool) -> Steps
     """`call_object`, with the recording sent to content when it is no call; True for a whole call."""
     found = yield from call_object(cursor, output, needs_arguments)
     if found == "text":
-        output.content(cursor.recorded())
+        text_or_cut(cursor, output)
     return found == "call"
+
+
+def text_or_cut(cursor: Cursor, output: Output) -> None:
+    """What is recorded is no call: content, unless the call was forced and only lacks its rest."""
+    raw = cursor.recorded()
+    if output.is_forced and cursor.ended:  # as in `give_up`
+        cursor.discard()
+        output.cut()
+    else:
+        output.content(raw)
 
 
 def call_list(cursor: Cursor, output: Output, needs_arguments: bool) -> Steps[None]:

@@ -17,10 +17,10 @@ Grammar = Callable[[Cursor, Output], Steps[None]]
 class GrammarParser:
     """A tool parser (`interface.Parser`) over one grammar; reads text, not token ids."""
 
-    def __init__(self, grammar: Grammar, context: ParseContext, ids: CallId, trims: bool, keeps_ids: bool) -> None:
+    def __init__(self, grammar: Grammar, output: Output) -> None:
         self.cursor = Cursor()
-        self._output = Output(context, ids, trims, keeps_ids)
-        self._run = _whole_text(grammar, self.cursor, self._output)
+        self._output = output
+        self._run = _whole_text(grammar, self.cursor, output)
         next(self._run)
 
     @property
@@ -51,13 +51,13 @@ def _whole_text(grammar: Grammar, cursor: Cursor, output: Output) -> Steps[None]
 
 
 def grammar_format(
-    grammar: Grammar, *, ids: CallId = call_id, trims: bool = True, keeps_ids: bool = False
+    grammar: Grammar, *, ids: CallId = call_id, trims: bool = True, keeps_ids: bool = False, is_forced: bool = False
 ) -> Callable[[ParseContext], Parser]:
     """The `make` of a format that is a grammar.
 
     Args:
         ids: the family's form of call ids.
         trims: whitespace between content and a call is markup, not content.
-        keeps_ids: an id that the model wrote is the call's id.
+        keeps_ids, is_forced: see `Output`.
     """
-    return lambda context: GrammarParser(grammar, context, ids, trims, keeps_ids)
+    return lambda context: GrammarParser(grammar, Output(context, ids, trims, keeps_ids, is_forced))

@@ -33,11 +33,20 @@ class Output:
         trims: whitespace between content and a call is markup.
         call_id: the family's form of ids.
         keeps_ids: an id that the model wrote is the call's id.
+        is_forced: a grammar holds the whole output to calls, so text that ends before it is one is a cut call.
     """
 
-    def __init__(self, context: ParseContext, call_id: CallId, trims: bool = False, keeps_ids: bool = False) -> None:
+    def __init__(
+        self,
+        context: ParseContext,
+        call_id: CallId,
+        trims: bool = False,
+        keeps_ids: bool = False,
+        is_forced: bool = False,
+    ) -> None:
         self.context = context
         self.keeps_ids = keeps_ids
+        self.is_forced = is_forced
         self.incomplete = False
         self.num_calls = 0
         self._call_id = call_id
@@ -112,6 +121,10 @@ class Output:
         if self._call_open:
             self._call_open = False
             self.incomplete = True
+
+    def cut(self) -> None:
+        """A forced call was cut before it could begin; its text is markup."""
+        self.incomplete = True
 
     def finish(self, finish_reason: str) -> None:
         """The text has ended. A call whose arguments are a whole value only lacks markup (the stop token took its

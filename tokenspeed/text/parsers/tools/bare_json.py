@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tokenspeed.text.parsers.cursor import Cursor, Steps
 from tokenspeed.text.parsers.interface import CallId, Example, ToolFormat, ToolSpec
-from tokenspeed.text.parsers.json_call import call_list, call_sequence
+from tokenspeed.text.parsers.json_call import call_list, call_sequence, text_or_cut
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
 
@@ -23,12 +23,13 @@ def grammar(cursor: Cursor, output: Output) -> Steps[None]:
     elif first == "{":
         yield from call_sequence(cursor, output, needs_arguments=True)
     else:
-        output.content(cursor.recorded())
+        text_or_cut(cursor, output)
 
 
 def forced_calls(ids: CallId) -> ToolFormat:
-    """This format with a family's form of ids: for calls that a grammar forced."""
-    return ToolFormat(names=("json",), make=grammar_format(grammar, ids=ids), ids=ids)
+    """This format with a family's form of ids: for calls that a grammar forced. A call that was cut before its
+    arguments began is dropped: it is no content."""
+    return ToolFormat(names=("json",), make=grammar_format(grammar, ids=ids, is_forced=True), ids=ids)
 
 
 FORMAT = ToolFormat(names=("json",), make=grammar_format(grammar))
