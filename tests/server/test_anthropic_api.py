@@ -294,6 +294,11 @@ async def test_refused_fields_are_named(http: httpx.AsyncClient, name: str):
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 
 
+ASKED = {"role": "user", "content": "hi"}
+USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "1"}
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -314,6 +319,12 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"tools": [WEATHER, WEATHER]}, "tools holds two functions of the name"),
         ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name"),
         ({"n": 2}, "unknown field 'n'"),
+        # The bug: two calls, or two results, of one id were taken, and which belonged to which was left to chance.
+        ({"messages": [ASKED, {"role": "assistant", "content": [USE, USE]}]}, "messages[1].content[1]"),
+        (
+            {"messages": [ASKED, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT] * 2}]},
+            "messages[2].content[1]",
+        ),
     ],
 )
 async def test_invalid_requests(http: httpx.AsyncClient, engine: FakeClient, fields: dict[str, Any], words: str):

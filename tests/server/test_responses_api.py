@@ -217,6 +217,10 @@ async def test_refused_fields_are_named(http: httpx.AsyncClient, name: str):
     assert response.status_code == 400 and response.json()["error"]["param"] == name
 
 
+CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "1"}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -244,6 +248,10 @@ async def test_refused_fields_are_named(http: httpx.AsyncClient, name: str):
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": ""}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]}, "input[0].arguments"),
         ({"input": [{"type": "reasoning", "encrypted_content": "gAAAA"}]}, "input[0].encrypted_content"),
+        # The bug: two calls, or two outputs, of one id were taken, and which belonged to which was left to chance.
+        ({"input": [CALL, CALL]}, "input[1].call_id"),
+        ({"input": [CALL, OUTPUT, OUTPUT]}, "input[2].call_id"),
+        ({"input": [CALL, OUTPUT, CALL]}, "input[2].call_id"),
     ],
 )
 async def test_errors_name_the_field(http: httpx.AsyncClient, engine: FakeClient, body: dict[str, Any], param: str):

@@ -21,20 +21,21 @@ def to_messages(body: PromptFields) -> list[ChatMessage]:
     """The conversation as a chat template sees it.
 
     Raises:
-        InvalidRequest: no messages, a block where its role has none, or a tool_result without its tool_use.
+        InvalidRequest: no messages, a block where its role has none, a tool_result without its tool_use, or a
+            second tool_use or tool_result of one id.
     """
     if not body.messages:
         raise InvalidRequest("messages is empty, it must hold at least one message", param="messages")
     messages = _system(body.system)
-    call_ids: set[str] = set()
+    calls_so_far: dict[str, bool] = {}  # id of a call -> it has a result
     for number, message in enumerate(body.messages):
         where = f"messages[{number}]"
         if isinstance(message.content, str):
             messages.append({"role": message.role, "content": message.content})
         elif message.role == "assistant":
-            messages.append(_assistant(message, where, call_ids))
+            messages.append(_assistant(message, where, calls_so_far))
         else:
-            messages += _others(message, where, call_ids)
+            messages += _others(message, where, calls_so_far)
     return messages
 
 
@@ -65,7 +66,7 @@ def _system(system: str | list[TextBlock] | None) -> list[ChatMessage]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def _assistant(message: InputMessage, where: str, call_ids: set[str]) -> ChatMessage:
+def _assistant(message: InputMessage, where: str, calls_so_far: dict[str, bool]) -> ChatMessage:
     texts: list[str] = []
     thinking: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -76,7 +77,9 @@ def _assistant(message: InputMessage, where: str, call_ids: set[str]) -> ChatMes
             case ThinkingBlock():
                 thinking.append(block.thinking or unpack(block.signature) or "")
             case ToolUseBlock():
-                call_ids.add(block.id)
+                if block.id in calls_so_far:
+                    raise _second(f"{where}.content[{place}]", "id", "tool_use", block.id)
+                calls_so_far[block.id] = False
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case _:
@@ -89,7 +92,7 @@ def _assistant(message: InputMessage, where: str, call_ids: set[str]) -> ChatMes
     return result
 
 
-def _others(message: InputMessage, where: str, call_ids: set[str]) -> list[ChatMessage]:
+def _others(message: InputMessage, where: str, calls_so_far: dict[str, bool]) -> list[ChatMessage]:
     """A user's or system message: tool results are messages of their own, in the order of the blocks."""
     result: list[ChatMessage] = []
     texts: list[str] = []
@@ -107,11 +110,14 @@ def _others(message: InputMessage, where: str, call_ids: set[str]) -> list[ChatM
             case ToolResultBlock():
                 if message.role != "user":
                     raise _misplaced(at, "tool_result", "user")
-                if block.tool_use_id not in call_ids:
+                if block.tool_use_id not in calls_so_far:
                     raise InvalidRequest(
                         f"{at}: there is no tool_use with id {block.tool_use_id[:100]!r} before its result",
                         param=f"{at}.tool_use_id",
                     )
+                if calls_so_far[block.tool_use_id]:
+                    raise _second(at, "tool_use_id", "tool_result", block.tool_use_id)
+                calls_so_far[block.tool_use_id] = True
                 flush()
                 result.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)})
             case ThinkingBlock():
@@ -127,6 +133,13 @@ def _others(message: InputMessage, where: str, call_ids: set[str]) -> list[ChatM
 def _result(block: ToolResultBlock) -> str:
     content = block.content if isinstance(block.content, str) else "\n".join(part.text for part in block.content)
     return f"Error: {content}" if block.is_error else content
+
+
+def _second(where: str, field: str, kind: str, call_id: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{where}: there is already a {kind} of {field} {call_id[:100]!r}; a call has one id and one result",
+        param=f"{where}.{field}",
+    )
 
 
 def _misplaced(where: str, kind: str, role: str) -> InvalidRequest:

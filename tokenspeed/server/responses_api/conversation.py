@@ -63,8 +63,8 @@ def to_messages(items: Sequence[Item], instructions: str | None, num_earlier: in
     Args:
         num_earlier: how many items are from stored responses; only for the names in errors.
     Raises:
-        InvalidRequest: no items, an output of a call that is not in the conversation, arguments that are no JSON
-            object, or reasoning that cannot be read.
+        InvalidRequest: no items, an output of a call that is not in the conversation, a second call or output of one
+            call_id, arguments that are no JSON object, or reasoning that cannot be read.
     """
     if not items:
         raise InvalidRequest("input is empty, it must hold at least one item", param="input")
@@ -83,6 +83,7 @@ class _Talk:
         self.messages: list[ChatMessage] = []
         self._assistant: ChatMessage | None = None  # the last message, when it can still take more
         self._call_ids: set[str] = set()
+        self._answered_ids: set[str] = set()
 
     def add(self, item: Item, where: str) -> None:
         match item:
@@ -102,6 +103,7 @@ class _Talk:
                         f"{where}: there is no function_call with call_id {item.call_id[:100]!r} before its output",
                         param=f"{where}.call_id",
                     )
+                _check_new(item.call_id, self._answered_ids, where, "function_call_output")
                 self.add_message("tool", _text(item.output), tool_call_id=item.call_id)
 
     def add_message(self, role: str, content: str, tool_call_id: str | None = None) -> None:
@@ -117,7 +119,7 @@ class _Talk:
             raise InvalidRequest(
                 f"{where}.arguments must be a JSON object written as a string", param=f"{where}.arguments"
             )
-        self._call_ids.add(item.call_id)
+        _check_new(item.call_id, self._call_ids, where, "function_call")
         message = self._assistant if self._assistant is not None else self._new_assistant()
         call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
         message.setdefault("tool_calls", []).append(call)
@@ -133,6 +135,16 @@ class _Talk:
         self._assistant = {"role": "assistant", "content": ""}
         self.messages.append(self._assistant)
         return self._assistant
+
+
+def _check_new(call_id: str, known: set[str], where: str, kind: str) -> None:
+    """Add to `known` what must be new to it: two calls, or two outputs, of one id could not be told apart."""
+    if call_id in known:
+        raise InvalidRequest(
+            f"{where}: there is already a {kind} with call_id {call_id[:100]!r} in the conversation; ids must be unique",
+            param=f"{where}.call_id",
+        )
+    known.add(call_id)
 
 
 def _with_joined_start(messages: list[ChatMessage]) -> list[ChatMessage]:
