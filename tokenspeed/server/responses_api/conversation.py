@@ -141,7 +141,7 @@ def _check_new(call_id: str, known: set[str], where: str, kind: str) -> None:
     """Add to `known` what must be new to it: two calls, or two outputs, of one id could not be told apart."""
     if call_id in known:
         raise InvalidRequest(
-            f"{where}: there is already a {kind} with call_id {call_id[:100]!r} in the conversation; ids must be unique",
+            f"{where}: there is already a {kind} with call_id {call_id[:100]!r} before it; ids must be unique",
             param=f"{where}.call_id",
         )
     known.add(call_id)
