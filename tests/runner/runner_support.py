@@ -164,7 +164,7 @@ def sum_runner(
         recorder.model = model
         ops = with_recorder(ops, recorder)
     groups: list[GroupSpec] = [replace(group, num_pages=num_pages) for group in group_layers(model.cache_specs(), 4)]
-    pages = allocate(groups, 1, 1, 1, torch.float32, CPU)
+    pages = allocate(model.cache_specs(), groups, 1, 1, torch.float32, CPU)
     for layer in pages:
         layer.keys.fill_(torch.nan)
     model.bind_kv(list(pages))

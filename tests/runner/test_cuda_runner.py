@@ -147,8 +147,8 @@ def run(plans: list[StepPlan], graphs: GraphPlan, recording: Recording) -> tuple
         rule(SimpleNamespace(name=name, where=name, shape=shape, qtype=None, read=lambda *_, kept=tensor: kept.clone()))
     model.finish()
     groups = [replace(group, num_pages=NUM_PAGES) for group in group_layers(model.cache_specs(), PAGE_SIZE)]
-    shape = (config.num_layers, config.num_kv_heads, config.head_dim)
-    model.bind_kv(list(allocate(groups, *shape, torch.float32, DEVICE)))
+    shape = (config.num_kv_heads, config.head_dim)
+    model.bind_kv(list(allocate(model.cache_specs(), groups, *shape, torch.float32, DEVICE)))
     report: list[str] = []
     runner = CudaModelRunner(model, backend, ops, groups, Limits(SLOTS, LENGTH), config.vocab_size, graphs, report)
     try:

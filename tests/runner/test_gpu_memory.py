@@ -31,7 +31,15 @@ PAGE = 9 * 2**20  # 64 tokens of Qwen3-8B
 
 
 def wish(**changes) -> PoolWish:
-    return PoolWish(**{"page_bytes": PAGE, "page_size": 64, "max_model_len": 4096, "utilization": 0.9, **changes})
+    groups = [GroupSpec("full", "full", 64, changes.pop("page_bytes", PAGE), 0)]
+    about = {"groups": groups, "max_model_len": 4096, "step_tokens": 512, "utilization": 0.9}
+    return PoolWish(**{**about, **changes})
+
+
+MIXED = [
+    GroupSpec("sliding", "sliding_window", 64, PAGE, 0, window=128),
+    GroupSpec("full", "full", 64, PAGE, 0),
+]
 
 
 def refused(use: MemoryUse, asked: PoolWish) -> str:
@@ -110,6 +118,22 @@ def test_explicit_sizes_that_cannot_be(changes, parts):
     message = refused(USE, wish(**changes))
     for part in parts:
         assert part in message, message
+
+
+def test_groups_share_a_pool():
+    """A window of 128 and a step of 512 touch 639 tokens, on 11 pages at most, whatever the context."""
+    assert plan_kv_pages(USE, wish(groups=MIXED)) == plan_kv_pages(USE, wish())
+    assert plan_kv_pages(USE, wish(groups=MIXED, num_pages=100)) == 200
+    pool = 75 * PAGE
+    assert plan_kv_pages(USE, wish(groups=MIXED, max_model_len=63 * 64, pool_bytes=pool)) == 74
+    message = refused(USE, wish(groups=MIXED, max_model_len=63 * 64 + 1, pool_bytes=pool))
+    assert f"needs {(64 + 11 + 1) * PAGE / GIB:.2f} GiB" in message and "set --max-model-len to 4032 or less" in message
+    message = refused(USE, wish(groups=MIXED, num_pages=10**6))
+    fits = int(re.search(r"at most (\d+) tokens", message)[1])
+    assert plan_kv_pages(USE, wish(groups=MIXED, num_pages=fits // 64)) == 2 * fits // 64
+    assert "--max-total-tokens 64000000" in message
+    with pytest.raises(ConfigError):
+        plan_kv_pages(USE, wish(groups=MIXED, num_pages=fits // 64 + 1))
 
 
 def test_graph_reserve():

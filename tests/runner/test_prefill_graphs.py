@@ -109,7 +109,7 @@ class Bench:
             rule(FakeWeight(name, torch.randn(self.model.expected_shapes()[name], generator=generator) * 0.3))
         self.model.finish()
         self.groups = [replace(g, num_pages=NUM_PAGES) for g in group_layers(self.model.cache_specs(), PAGE_SIZE)]
-        self.shape = (config.num_layers, config.num_kv_heads, config.head_dim)
+        self.shape = (config.num_kv_heads, config.head_dim)
         self.vocab = config.vocab_size
         self.pages = self.fresh_pages()
         self.state = DeviceState(NUM_SLOTS + 1, LENGTH, self.groups, DEVICE)
@@ -123,7 +123,7 @@ class Bench:
 
     def fresh_pages(self) -> list[LayerPages]:
         """Nothing written yet: NaN, so that reading what is not one's own shows."""
-        pages = allocate(self.groups, *self.shape, torch.float32, DEVICE)
+        pages = allocate(self.model.cache_specs(), self.groups, *self.shape, torch.float32, DEVICE)
         for layer in pages:
             layer.keys.fill_(torch.nan)
             layer.values.fill_(torch.nan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tokenspeed.cache.capacity import cache_profile
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.grammar.build import build_compiler
 from tokenspeed.observability.startup import startup_phase
@@ -39,10 +40,13 @@ def build_cpu_runner(config: EngineConfig) -> ModelRunner:
             config.page_size,
             config.num_pages,
             config.kv_memory_bytes or 0,
-            config.max_num_seqs * config.max_model_len,
+            config.max_num_seqs,
+            config.max_model_len,
+            config.max_num_batched_tokens,
         )
-        check_capacity(groups, config.max_model_len)
+        check_capacity(groups, config.max_model_len, config.max_num_batched_tokens)
         bind_pool(config, loaded, groups)
+    profile = cache_profile(groups, config.max_model_len, config.max_num_batched_tokens)
     return ModelRunner(
         loaded.model,
         loaded.backend,
@@ -51,6 +55,6 @@ def build_cpu_runner(config: EngineConfig) -> ModelRunner:
         Limits(config.max_num_seqs, config.max_model_len),
         config.model.vocab_size,
         config.enforce_eager,
-        [grammar_report, *loaded.report],
+        [grammar_report, *loaded.report, profile.described()],
         grammars,
     )

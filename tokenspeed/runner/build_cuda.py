@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
+from tokenspeed.cache.capacity import cache_profile
 from tokenspeed.cache.spec import GroupSpec, group_layers
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.grammar.build import build_compiler
@@ -15,6 +15,7 @@ from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, Row, StepPlan
 from tokenspeed.runner.compile import is_worker, start_compile
 from tokenspeed.runner.cuda_runner import CudaModelRunner, GraphPlan
+from tokenspeed.runner.kv_pool import with_pages
 from tokenspeed.runner.loaded import LoadedModel, bind_pool, load
 from tokenspeed.runner.memory import size_cuda_pool
 from tokenspeed.runner.model_runner import Limits
@@ -40,7 +41,8 @@ def build_cuda_runner(config: EngineConfig) -> CudaModelRunner:
     with startup_phase("kv.build"):
         groups = _size(config, loaded)
         bind_pool(config, loaded, groups)
-    warm_up = warm_up_plans(config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens, config.page_size)
+    budget = config.max_num_batched_tokens
+    warm_up = warm_up_plans(config.max_num_seqs, config.max_model_len, budget, config.page_size, len(groups))
     graphs = GraphPlan(
         sizes=config.capture_sizes,
         pad=config.pad_graphs,
@@ -48,7 +50,8 @@ def build_cuda_runner(config: EngineConfig) -> CudaModelRunner:
         warm_up=tuple(warm_up),
         ready=_nothing_to_watch if is_worker() else monitor.serving,
     )
-    report = [grammar_report, compile_report, *loaded.report]
+    profile = cache_profile(groups, config.max_model_len, budget)
+    report = [grammar_report, compile_report, *loaded.report, profile.described()]
     return _runner(config, loaded, groups, graphs, report, grammars)
 
 
@@ -82,10 +85,10 @@ def _size(config: EngineConfig, loaded: LoadedModel) -> list[GroupSpec]:
     groups = group_layers(loaded.model.cache_specs(), config.page_size)
     if is_worker():
         assert config.num_pages is not None, "a worker's pool is given"
-        return [replace(group, num_pages=config.num_pages) for group in groups]
-    prefill = _prompt_step(config)
-    decode = _decode_step(config)
-    trial = [replace(group, num_pages=plan_pages([prefill, decode])) for group in groups]
+        return with_pages(groups, config.num_pages * len(groups))
+    prefill = _prompt_step(config, len(groups))
+    decode = _decode_step(config, len(groups))
+    trial = with_pages(groups, plan_pages([prefill, decode]))
     bind_pool(config, loaded, trial)
     runner = _runner(config, loaded, trial, GraphPlan(), [])
     try:
@@ -94,38 +97,38 @@ def _size(config: EngineConfig, loaded: LoadedModel) -> list[GroupSpec]:
         )
     finally:
         runner.close()
-    return [replace(group, num_pages=num_pages) for group in groups]
+    return with_pages(groups, num_pages)
 
 
 def _run(runner: CudaModelRunner, plan: StepPlan) -> None:
     runner.execute(plan).result()
 
 
-def _prompt_step(config: EngineConfig) -> StepPlan:
+def _prompt_step(config: EngineConfig, num_groups: int) -> StepPlan:
     """The whole token budget as prompts, each as long as fits, in few pages that all share."""
     left = config.max_num_batched_tokens
     lengths: list[int] = []
     while left > 0 and len(lengths) < config.max_num_seqs:
         lengths.append(min(left, config.max_model_len - 1))
         left -= lengths[-1]
-    return _step(lengths, config.page_size, [0] * len(lengths))
+    return _step(lengths, [0] * len(lengths), config.page_size, num_groups)
 
 
-def _decode_step(config: EngineConfig) -> StepPlan:
+def _decode_step(config: EngineConfig, num_groups: int) -> StepPlan:
     """One token of as many requests as may run."""
     count = min(config.max_num_seqs, config.max_num_batched_tokens)
-    return _step([1] * count, config.page_size, [1] * count)
+    return _step([1] * count, [1] * count, config.page_size, num_groups)
 
 
-def _step(lengths: list[int], page_size: int, starts: list[int]) -> StepPlan:
+def _step(lengths: list[int], starts: list[int], page_size: int, num_groups: int) -> StepPlan:
     pages = list(range(-(-(max(lengths) + max(starts)) // page_size)))
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
     admissions = [
-        Admission(slot, "sizing", slot, [0] * (start + length), start + length, (pages,), sampling)
+        Admission(slot, "sizing", slot, [0] * (start + length), start + length, (pages,) * num_groups, sampling)
         for slot, (length, start) in enumerate(zip(lengths, starts, strict=True))
     ]
     rows = [
-        Row(slot, start, length, ([],), True, False)
+        Row(slot, start, length, ([],) * num_groups, True, False)
         for slot, (length, start) in enumerate(zip(lengths, starts, strict=True))
     ]
     return StepPlan(0, admissions, rows, sum(lengths))

@@ -1,4 +1,4 @@
-"""The KV pool: one allocation a layer, and how many pages memory allows."""
+"""The KV pool: keys and values of each storage of a page, and how many pages memory allows."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenspeed.cache.spec import GroupSpec, LayerCacheSpec, group_layers
+from tokenspeed.cache.capacity import sequence_capacity, sequence_pages
+from tokenspeed.cache.spec import GroupSpec, LayerCacheSpec, group_layers, layer_places, num_storages
 from tokenspeed.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer's pages: keys and values, each [num_pages + 1, page_size, num_kv_heads, head_dim].
+    """One layer's pages: keys and values, each [num_pages + 1, page_size, num_kv_heads, head_dim]. Layers of different
+    cache groups may share these tensors; a page belongs to one group at a time.
 
     The last page is scratch: whatever is written there is never read by a request. An 8-bit pool holds key / k_scale
     and value / v_scale.
@@ -25,42 +27,60 @@ class LayerPages:
 
 
 def size_groups(
-    layers: list[LayerCacheSpec], page_size: int, num_pages: int | None, kv_memory_bytes: int, max_useful_tokens: int
+    layers: list[LayerCacheSpec],
+    page_size: int,
+    num_pages: int | None,
+    kv_memory_bytes: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    step_tokens: int,
 ) -> list[GroupSpec]:
-    """Cache groups with their number of pages.
+    """Cache groups with the number of pages of their pool.
 
     Args:
-        num_pages: an explicit size, or None to take what `kv_memory_bytes` holds, at most `max_useful_tokens`.
+        num_pages: an explicit size in pages of each group, or None to take what `kv_memory_bytes` holds, at most what
+            `max_num_seqs` sequences of `max_model_len` tokens can use.
+        step_tokens: tokens of one sequence in a step, at most.
     """
     groups = group_layers(layers, page_size)
-    if num_pages is None:
-        bytes_per_page = sum(group.page_bytes for group in groups)
-        useful = -(-max_useful_tokens // page_size)
-        num_pages = max(1, min(kv_memory_bytes // bytes_per_page, useful))
+    if num_pages is not None:
+        return with_pages(groups, num_pages * len(groups))
+    useful = max_num_seqs * sequence_pages(groups, max_model_len, step_tokens)
+    return with_pages(groups, max(1, min(kv_memory_bytes // groups[0].page_bytes, useful)))
+
+
+def with_pages(groups: list[GroupSpec], num_pages: int) -> list[GroupSpec]:
+    """The groups over a pool of so many pages."""
     return [replace(group, num_pages=num_pages) for group in groups]
 
 
-def check_capacity(groups: list[GroupSpec], max_model_len: int) -> None:
+def check_capacity(groups: list[GroupSpec], max_model_len: int, step_tokens: int) -> None:
     """One sequence of full length must fit, or a lone request could never finish.
 
     Raises:
         ConfigError: it does not. Names the bytes needed, the bytes there and the flags that make it fit.
     """
-    for group in groups:
-        tokens = group.num_pages * group.page_size
-        if tokens >= max_model_len:
-            continue
-        needed = -(-max_model_len // group.page_size) * group.page_bytes
-        raise ConfigError(
-            f"the KV pool holds {tokens} tokens ({group.num_pages * group.page_bytes} bytes), but one sequence of "
-            f"--max-model-len {max_model_len} needs {needed} bytes; give the pool more memory or set --max-model-len "
-            f"to {tokens} or less"
-        )
+    there, page_bytes = groups[0].num_pages, groups[0].page_bytes
+    needed = sequence_pages(groups, max_model_len, step_tokens)
+    if needed <= there:
+        return
+    fits = sequence_capacity(groups, step_tokens)
+    raise ConfigError(
+        f"the KV pool holds {fits} tokens of one sequence ({there * page_bytes} bytes), but one of --max-model-len "
+        f"{max_model_len} needs {needed * page_bytes} bytes; give the pool more memory or {shorter(fits)}"
+    )
+
+
+def shorter(fits: int) -> str:
+    """The remedy where one sequence of at most `fits` tokens has room."""
+    if fits:
+        return f"set --max-model-len to {fits} or less"
+    return "lower --chunked-prefill-size (the pool holds no sequence in steps of so many tokens)"
 
 
 def allocate(
+    layers: list[LayerCacheSpec],
     groups: list[GroupSpec],
-    num_layers: int,
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
@@ -72,14 +92,12 @@ def allocate(
     Args:
         scales: (k_scale, v_scale) of each layer; None = 1.
     """
-    (group,) = groups  # one full-attention group so far; more groups bring a layer-to-group map
-    shape = (group.num_pages + 1, group.page_size, num_kv_heads, head_dim)
+    shape = (groups[0].num_pages + 1, groups[0].page_size, num_kv_heads, head_dim)
+    storages = [
+        (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+        for _ in range(num_storages(layers))
+    ]
     return [
-        LayerPages(
-            torch.empty(shape, dtype=dtype, device=device),
-            torch.empty(shape, dtype=dtype, device=device),
-            k_scale,
-            v_scale,
-        )
-        for k_scale, v_scale in scales or [(1.0, 1.0)] * num_layers
+        LayerPages(*storages[place.storage], k_scale, v_scale)
+        for place, (k_scale, v_scale) in zip(layer_places(layers), scales or [(1.0, 1.0)] * len(layers), strict=True)
     ]

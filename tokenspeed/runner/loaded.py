@@ -65,8 +65,8 @@ def bind_pool(config: EngineConfig, loaded: LoadedModel, groups: list[GroupSpec]
     """Allocate the pages of `groups` and give them to the model, in place of any it had."""
     scaled = config.kv_cache_dtype == "fp8_e4m3"
     pages = allocate(
+        loaded.model.cache_specs(),
         groups,
-        config.model.num_layers,
         config.model.num_kv_heads,
         config.model.head_dim,
         DTYPES[config.kv_cache_dtype],
@@ -77,6 +77,8 @@ def bind_pool(config: EngineConfig, loaded: LoadedModel, groups: list[GroupSpec]
 
 
 def _attention_need(config: EngineConfig) -> AttentionNeed:
+    """What one backend must do for all layers: a window counts if any layer has one."""
+    windows = [window for window in config.model.layer_windows if window is not None]
     capability = torch.cuda.get_device_capability() if config.device == "cuda" else None
     return AttentionNeed(
         device=config.device,
@@ -85,6 +87,8 @@ def _attention_need(config: EngineConfig) -> AttentionNeed:
         num_kv_heads=config.model.num_kv_heads,
         head_dim=config.model.head_dim,
         page_size=config.page_size,
+        window=min(windows, default=None),
+        has_sinks=config.model.attention_sinks,
         kv_dtype=DTYPES[config.kv_cache_dtype],
         capability=capability,
     )

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenspeed.cache.capacity import sequence_capacity, sequence_pages
 from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.protocol.errors import ConfigError
+from tokenspeed.runner.kv_pool import shorter, with_pages
 
 GIB = 2**30
 MIB = 2**20
@@ -71,17 +73,30 @@ class PoolWish:
     """What the KV pool has to satisfy.
 
     Fields:
-        page_bytes: of one page over all layers; page_size: tokens in it.
-        num_pages: an explicit size in pages (`--max-total-tokens`), or None.
+        groups: the cache groups that share it; their `num_pages` does not count.
+        step_tokens: tokens of one sequence in a step, at most.
+        num_pages: an explicit size in pages of each group (`--max-total-tokens`), or None.
         pool_bytes: an explicit size in bytes (`--kv-cache-memory-gb`), or None.
     """
 
-    page_bytes: int
-    page_size: int
+    groups: list[GroupSpec]
     max_model_len: int
+    step_tokens: int
     utilization: float
     num_pages: int | None = None
     pool_bytes: int | None = None
+
+    @property
+    def page_bytes(self) -> int:
+        return self.groups[0].page_bytes
+
+    def sequence_tokens(self, num_pages: int) -> int:
+        """What one sequence can reach in a pool of so many pages."""
+        return sequence_capacity(with_pages(self.groups, num_pages), self.step_tokens) if num_pages else 0
+
+    def total_tokens(self, num_pages: int) -> int:
+        """The value of `--max-total-tokens` that stands for so many pages."""
+        return num_pages // len(self.groups) * self.groups[0].page_size
 
 
 def plan_kv_pages(use: MemoryUse, wish: PoolWish) -> int:
@@ -95,17 +110,18 @@ def plan_kv_pages(use: MemoryUse, wish: PoolWish) -> int:
     room = budget - use.used
     fitting = max(0, room // wish.page_bytes - 1)
     if wish.num_pages is not None:
-        num_pages, asked = wish.num_pages, f"--max-total-tokens {wish.num_pages * wish.page_size}"
+        num_pages = wish.num_pages * len(wish.groups)
+        asked = f"--max-total-tokens {wish.total_tokens(num_pages)}"
     elif wish.pool_bytes is not None:
         num_pages = max(0, wish.pool_bytes // wish.page_bytes - 1)
         asked = f"--kv-cache-memory-gb {wish.pool_bytes / GIB:g}"
     else:
         num_pages, asked = fitting, ""
-    needed_pages = -(-wish.max_model_len // wish.page_size)
+    needed_pages = sequence_pages(wish.groups, wish.max_model_len, wish.step_tokens)
     if num_pages > fitting:
         raise ConfigError(
             f"{asked} needs {_gib((num_pages + 1) * wish.page_bytes)}, but {_there(use, wish, room)}; it fits with at "
-            f"most {fitting * wish.page_size} tokens{_remedies(use, wish, num_pages)}"
+            f"most {wish.total_tokens(fitting)} tokens{_remedies(use, wish, num_pages)}"
         )
     if num_pages >= needed_pages:
         return num_pages
@@ -113,9 +129,10 @@ def plan_kv_pages(use: MemoryUse, wish: PoolWish) -> int:
     if asked:
         raise ConfigError(
             f"one sequence of --max-model-len {wish.max_model_len} needs {needed} of KV cache, but {asked} holds "
-            f"{num_pages * wish.page_size} tokens; raise it, or set --max-model-len to {num_pages * wish.page_size}"
+            f"{wish.sequence_tokens(num_pages)} tokens of one; raise it, or {shorter(wish.sequence_tokens(num_pages))}"
         )
-    fits = f"set --max-model-len to {fitting * wish.page_size} or less" if fitting else "no context fits"
+    longest = wish.sequence_tokens(fitting)
+    fits = shorter(longest) if longest else "no context fits"
     raise ConfigError(
         f"one sequence of --max-model-len {wish.max_model_len} needs {needed} of KV cache, but "
         f"{_there(use, wish, room)}; {fits}{_remedies(use, wish, needed_pages)}"
@@ -176,9 +193,9 @@ def size_cuda_pool(
         ),
     )
     wish = PoolWish(
-        page_bytes=sum(group.page_bytes for group in groups),
-        page_size=config.page_size,
+        groups=groups,
         max_model_len=config.max_model_len,
+        step_tokens=config.max_num_batched_tokens,
         utilization=config.gpu_memory_utilization,
         num_pages=config.num_pages,
         pool_bytes=config.kv_memory_bytes,
@@ -187,7 +204,7 @@ def size_cuda_pool(
     logger.info(
         "KV pool: %d pages of %d tokens, %s of %s (%s)",
         num_pages,
-        wish.page_size,
+        config.page_size,
         _gib(num_pages * wish.page_bytes),
         _gib(total),
         use.described(),

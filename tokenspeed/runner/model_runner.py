@@ -127,10 +127,11 @@ class ModelRunner:
             report = self._graphs.capture(min(MAX_GRAPH_ROWS, self._limits.max_num_seqs, self._decode_rows))
         num_tokens = min(_WARM_UP_TOKENS, self._limits.max_model_len - 1)
         sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
-        # An admission without pages: the whole page table of a fresh slot names the scratch page.
-        admission = Admission(0, "warm-up", 0, [0] * num_tokens, num_tokens, ([],), sampling)
-        self._step(StepPlan(-2, [admission], [Row(0, 0, num_tokens, ([],), True, False)], num_tokens))
-        self._step(StepPlan(-1, [], [Row(0, num_tokens, 1, ([],), True, True)], 1))
+        # An admission without pages: all page tables of a fresh slot name the scratch page.
+        no_pages: tuple[list[int], ...] = ([],) * len(self._groups)
+        admission = Admission(0, "warm-up", 0, [0] * num_tokens, num_tokens, no_pages, sampling)
+        self._step(StepPlan(-2, [admission], [Row(0, 0, num_tokens, no_pages, True, False)], num_tokens))
+        self._step(StepPlan(-1, [], [Row(0, num_tokens, 1, no_pages, True, True)], 1))
         return report
 
     def _profiled_step(self, plan: StepPlan) -> StepResult:

@@ -26,17 +26,19 @@ def representatives(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(chosen.values()))
 
 
-def warm_up_plans(max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, page_size: int) -> list[StepPlan]:
+def warm_up_plans(
+    max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, page_size: int, num_groups: int = 1
+) -> list[StepPlan]:
     """Steps that are not recorded: single tokens of many requests, and prompts.
 
     They may run before the first request: pages from 0 on are overwritten, every slot is admitted anew. Each needs at
-    most `plan_pages` pages.
+    most `plan_pages` pages, which all cache groups share: nobody reads the results.
     """
     plans: list[StepPlan] = []
     for num_requests, num_tokens in _kinds(max_num_seqs, max_num_batched_tokens):
         length = min(max(CONTEXT_PAGES * page_size, num_tokens), max_model_len)
         if num_tokens <= length:
-            plans.append(_plan(len(plans), num_requests, num_tokens, length, page_size))
+            plans.append(_plan(len(plans), num_requests, num_tokens, length, page_size, num_groups))
     return plans
 
 
@@ -54,7 +56,7 @@ def _kinds(max_num_seqs: int, max_num_batched_tokens: int) -> Iterator[tuple[int
             yield 1, num_tokens
 
 
-def _plan(step_id: int, num_requests: int, num_tokens: int, length: int, page_size: int) -> StepPlan:
+def _plan(step_id: int, num_requests: int, num_tokens: int, length: int, page_size: int, num_groups: int) -> StepPlan:
     pages = list(range(-(-length // page_size)))
     admissions = [
         Admission(
@@ -63,7 +65,7 @@ def _plan(step_id: int, num_requests: int, num_tokens: int, length: int, page_si
             index=slot,
             token_ids=[0] * length,
             prompt_len=length,
-            pages=(pages,),
+            pages=(pages,) * num_groups,
             sampling=GREEDY,
         )
         for slot in range(num_requests)
@@ -73,7 +75,7 @@ def _plan(step_id: int, num_requests: int, num_tokens: int, length: int, page_si
             slot=slot,
             start=length - num_tokens,
             num_tokens=num_tokens,
-            new_pages=([],),
+            new_pages=([],) * num_groups,
             samples=True,
             is_decode=False,  # which keeps the step from being served by a recorded one
         )
