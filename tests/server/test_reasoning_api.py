@@ -172,6 +172,15 @@ async def test_a_continued_answer_is_constrained_at_once():
     assert engine.requests[0].grammar.starts_after is None
 
 
+async def test_a_continued_answer_that_still_reasons_is_constrained_behind_that():
+    """The bug: an open block in the continued message was not seen, and the constraint held the reasoning itself."""
+    engine = ScriptedClient("!\n</think>\n\n{}", "assistant\n<think>\nHm")
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>\nHm"}]
+    one = of_choice((await answer(engine, messages=messages, continue_final_message=True, **CONSTRAINED))["choices"][0])
+    assert engine.requests[0].grammar.starts_after == tuple(b"</think>")
+    assert (one.reasoning, one.content) == ("!", "{}")
+
+
 async def test_a_stop_token_of_the_request_is_no_text():
     engine = ScriptedClient("<think>\nHm.\n</think>\n\nYes!!")
     body = await answer(engine, stop_token_ids=[ord("!")])

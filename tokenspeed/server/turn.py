@@ -133,10 +133,12 @@ async def prepare_turn(context: ServerContext, request: TurnRequest, sampling: S
     if needs_special:
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     tokenizer = context.client.tokenizer
-    tail = _CONTINUED_TAIL_TOKENS if talk.continue_final_message else _TAIL_TOKENS
+    continued = str(talk.messages[-1]["content"]) if talk.continue_final_message else None
+    tail = _TAIL_TOKENS if continued is None else max(_CONTINUED_TAIL_TOKENS, len(continued.encode()) + _TAIL_TOKENS)
     parsing = ParseContext(
         tools=tool_specs(offered),
         prompt=tokenizer.decode(prompt[-tail:], skip_special_tokens=False),
+        continued=continued,
         thinking=thinking,
         history_calls=sum(len(message.get("tool_calls") or ()) for message in talk.messages),
         # Stop strings end the text; a parser that reads ids would read on behind them.

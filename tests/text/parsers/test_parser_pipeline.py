@@ -156,6 +156,45 @@ def test_channels_with_one_half_switched_off():
     assert (parsed.reasoning, parsed.content, len(parsed.calls)) == ("", "Hm.", 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "head", "continued", "text", "reasoning", "content"),
+    [
+        ("qwen3", "assistant\n", "<think>\nHm", "\n\nso\n</think>\n\nYes", "\n\nso", "Yes"),
+        ("qwen3", "assistant\n", "<think>\n", "\nso\n</think>Yes", "so", "Yes"),
+        ("qwen3", "assistant\n<think>\n\n</think>\n\n", "<think>\nHm", ", so</think>Yes", ", so", "Yes"),
+        ("qwen3", "assistant\n", "<think>\nHm\n</think>\n\nWell", "</think> <think>", "", "</think> <think>"),
+        ("qwen3", "assistant\n", "<think>a</think> <think>b", "c</think>d", "c", "d"),
+        ("qwen3", "assistant\n<think>\nHm\n</think>\n\n", "Well", ", <think> is a tag", "", ", <think> is a tag"),
+        ("qwen3", "assistant\n", "", "<think>a</think>b", "a", "b"),
+        ("qwen3", "say <think> or </think> assistant\n", "We", "ll", "", "ll"),
+        ("deepseek_r1", "<A>", "The answer", " is 4", "", " is 4"),
+        ("deepseek_r1", "<A>", "<think>\nHm", "</think>4", "", "4"),
+        ("deepseek_r1", "<A>", "Hm</think>4", "</think>", "", "</think>"),
+        ("deepseek_r1", "<A><think>\n", "Hm", "m</think>4", "m", "4"),
+        ("kimi_k3", "<|open|>message<|sep|><|open|>think<|sep|>", "Hm", ".<|close|>think<|sep|>", ".", ""),
+        ("kimi_k3", "<|open|>message<|sep|>", "<|open|>response<|sep|>a", "b<|close|>response<|sep|>", "", "b"),
+        (
+            "gpt-oss",
+            "<|start|>assistant<|channel|>analysis<|message|>",
+            "Hm",
+            ".<|end|><|start|>assistant<|channel|>final<|message|>4",
+            ".",
+            "4",
+        ),
+    ],
+)
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_a_continued_message_goes_on_where_it_was(
+    name: str, head: str, continued: str, text: str, reasoning: str, content: str, trimmed: bool
+):
+    """The bug: only the prompt's very end was looked at, so a continued message that held an open block gave its
+    reasoning as content, and one with a closed block, or an answer, could begin to reason again."""
+    prompt = head + continued
+    context = ParseContext(prompt=prompt.rstrip() if trimmed else prompt, continued=continued + " " * trimmed)
+    parsed = parse_all(reasoning_formats()[name].make(context), text)
+    assert (parsed.reasoning, parsed.content) == (reasoning, content)
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize(

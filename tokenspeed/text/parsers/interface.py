@@ -80,6 +80,8 @@ class ParseContext:
             taken as a call (`/parse/function_call` without tools), and nothing is known of types.
         prompt: the rendered prompt, or as much of its end as holds the open assistant message; None when unknown. Tells
             where in the format the generation begins.
+        continued: the text of the message that the generation goes on with; it is the prompt's end, as far as the
+            template shows it. None: the generation begins a message.
         thinking: what the request says of thinking (`enable_thinking`, `reasoning_effort`); None = nothing. Only counts
             where the prompt's end does not tell.
         inline_reasoning: the reasoning's deltas hold its tags too, as the model wrote them; the pipeline makes content
@@ -91,6 +93,7 @@ class ParseContext:
 
     tools: tuple[ToolSpec, ...] | None = None
     prompt: str | None = None
+    continued: str | None = None
     thinking: bool | None = None
     inline_reasoning: bool = False
     history_calls: int = 0

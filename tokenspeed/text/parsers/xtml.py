@@ -29,6 +29,7 @@ _ARGUMENT_END = Markers(f"{_CLOSE}argument{_SEP}")
 _CALL_END = f"{_CLOSE}call{_SEP}"
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 _CHANNELS = ("think", "response", "tools")
+_CHANNEL_EDGE = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})({'|'.join(_CHANNELS)}){re.escape(_SEP)}")
 THINK_END = f"{_CLOSE}think{_SEP}"
 
 
@@ -141,4 +142,7 @@ def _kinds(declared: str | None) -> Kinds:
 
 def _prompt_channel(context: ParseContext) -> str | None:
     prompt = (context.prompt or "").rstrip()
+    if context.continued:
+        edges = _CHANNEL_EDGE.findall(prompt, max(0, prompt.rfind(f"{_OPEN}message")))
+        return edges[-1][1] if edges and edges[-1][0] == _OPEN else None
     return next((name for name in ("think", "response") if prompt.endswith(f"{_OPEN}{name}{_SEP}")), None)
