@@ -18,6 +18,8 @@ import pytest
 from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.config.engine import Choice, EngineConfig
 from tokenspeed.config.gpu_choices import capture_ladder
+from tokenspeed.config.model import MoeConfig
+from tokenspeed.config.quantization import QuantizationConfig
 from tokenspeed.models.registry import examples
 from tokenspeed.runner import compile
 from tokenspeed.runner.compile import claims_folder, is_worker, num_workers, prepare_cache, start_compile, twin
@@ -25,7 +27,7 @@ from tokenspeed.runner.warm_up import plan_pages, representatives, warm_up_plans
 
 GIB = 2**30
 CONFIG = EngineConfig(
-    model=examples()[0],
+    model=next(example for example in examples() if example.architecture == "LlamaForCausalLM"),
     checkpoint=Checkpoint(name="x", format="safetensors", config_path="/x", weight_files=("/w",), tokenizer_path="/x"),
     load_format="safetensors",
     device="cuda",
@@ -85,6 +87,64 @@ def test_the_twin_has_the_same_kernels_and_little_memory():
     assert small.capture_sizes == representatives(CONFIG.capture_sizes)
     same = ("dtype", "page_size", "max_model_len", "max_num_seqs", "attention_backend", "kv_cache_dtype")
     assert all(getattr(small, name) == getattr(CONFIG, name) for name in same)
+
+
+def sparse(num_layers: int, windows: tuple[int | None, ...], dense_layers: tuple[int, ...] = ()) -> EngineConfig:
+    moe = MoeConfig(num_experts=8, top_k=2, intermediate_size=32, dense_layers=dense_layers)
+    model = msgspec.structs.replace(CONFIG.model, num_layers=num_layers, layer_windows=windows, moe=moe)
+    return msgspec.structs.replace(CONFIG, model=model)
+
+
+@pytest.mark.parametrize(
+    ("windows", "dense_layers", "count"),
+    [
+        ((), (), 1),
+        ((128, None) * 4, (), 2),
+        ((128,) * 3 + (None,) * 5, (), 4),
+        ((), (0,), 2),
+        ((), (0, 1, 2), 4),
+        ((), tuple(range(8)), 1),
+        ((128, None) * 4, (0, 7), 8),
+        ((128, None) * 4, (0, 1), 4),
+    ],
+)
+def test_the_twin_has_a_layer_of_every_kind(windows, dense_layers, count):
+    """Regression: one layer only, so that kernels of the other kinds were compiled while requests waited."""
+    config = sparse(8, windows, dense_layers)
+    small = twin(config).model
+    assert small.num_layers == count
+    assert small.layer_windows == windows[:count]
+    assert small.moe == msgspec.structs.replace(
+        config.model.moe, dense_layers=tuple(layer for layer in dense_layers if layer < count)
+    )
+
+    def kinds(model):
+        return {
+            (model.layer_windows[layer] if windows else None, layer in model.moe.dense_layers)
+            for layer in range(model.num_layers)
+        }
+
+    assert kinds(small) == kinds(config.model)
+
+
+def test_experts_count_for_the_memory_of_workers():
+    moe = MoeConfig(num_experts=128, top_k=8, intermediate_size=768)
+    shape = {"hidden_size": 2048, "num_layers": 48, "num_heads": 32, "num_kv_heads": 4, "head_dim": 128}
+    model = msgspec.structs.replace(CONFIG.model, moe=moe, vocab_size=151936, tie_word_embeddings=False, **shape)
+    mxfp4 = QuantizationConfig(method="mxfp4", granularity="group", activations="none")
+    attention, experts, table = 2048 * 72 * 128, 128 * 3 * 2048 * 768, 2048 * 151936
+    for changes, layer_bytes, num_tables in (
+        ({}, 2 * (attention + experts), 2),
+        ({"quantization": mxfp4}, 2 * attention + experts * 17 // 32, 2),
+        ({"tie_word_embeddings": True}, 2 * (attention + experts), 1),
+    ):
+        config = msgspec.structs.replace(
+            CONFIG, model=msgspec.structs.replace(model, **changes), num_threads=compile.MAX_WORKERS
+        )
+        each = compile.CONTEXT_BYTES + layer_bytes + 2 * num_tables * table
+        free = 48 * layer_bytes + 2 * num_tables * table + 6 * each
+        assert num_workers(config, free) == 3
+        assert num_workers(config, free - 2) == 2
 
 
 def test_as_many_workers_as_cores_and_memory_allow():

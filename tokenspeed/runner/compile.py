@@ -1,10 +1,10 @@
 """Compiles the kernels that a model needs in worker processes, while the engine loads its weights.
 
-A worker builds a twin of the model with one layer of random weights and runs the steps that stand for all (`warm_up`).
-Every launch of the real model has its like there, whatever the family, the quantization or the kernel, so nothing has
-to be listed. Workers run the same launches and claim the kernels that are missing, one by one. What is left behind is
-Triton's cache on disk, keyed by source, versions and GPU; the engine finds it there. A worker that fails costs time,
-not correctness: the engine then compiles by itself.
+A worker builds a twin of the model with few layers of random weights, one of each kind at least, and runs the steps
+that stand for all (`warm_up`). Every launch of the real model has its like there, whatever the family, the quantization
+or the kernel, so nothing has to be listed. Workers run the same launches and claim the kernels that are missing, one by
+one. What is left behind is Triton's cache on disk, keyed by source, versions and GPU; the engine finds it there. A
+worker that fails costs time, not correctness: the engine then compiles by itself.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 import tokenspeed.kernels.triton
 from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.config.engine import EngineConfig
+from tokenspeed.config.model import ModelConfig
 from tokenspeed.kernels.cpu.native.build import cache_folders
 from tokenspeed.runner.warm_up import plan_pages, representatives, warm_up_plans
 
@@ -41,6 +42,8 @@ CONTEXT_BYTES = 3 * 2**29
 """CUDA context, kernels, workspaces and activations of a worker."""
 WORKER_TIMEOUT_S = 600.0
 TWIN_BATCH_TOKENS = 1024
+MXFP4_BYTES = 17 / 32
+"""Of a weight: 4 bits, and a byte of scale for 32 of them."""
 
 logger = logging.getLogger(__name__)
 
@@ -149,13 +152,13 @@ def prepare_cache() -> Path | None:
 
 
 def twin(config: EngineConfig) -> EngineConfig:
-    """The same engine with one layer, random weights and a pool of one sequence."""
+    """The same engine with a layer of each kind, random weights and a pool of one sequence."""
     batch_tokens = min(config.max_num_batched_tokens, TWIN_BATCH_TOKENS)
     plans = warm_up_plans(config.max_num_seqs, config.max_model_len, batch_tokens, config.page_size)
     num_pages = max(-(-config.max_model_len // config.page_size), plan_pages(plans))
     return msgspec.structs.replace(
         config,
-        model=msgspec.structs.replace(config.model, num_layers=1),
+        model=_first_layers(config.model, num_kinds_prefix(config.model)),
         checkpoint=msgspec.structs.replace(config.checkpoint, format="config", weight_files=()),
         load_format="dummy",
         max_num_batched_tokens=batch_tokens,
@@ -168,6 +171,27 @@ def twin(config: EngineConfig) -> EngineConfig:
         seed=0,
         choices=(),
     )
+
+
+def num_kinds_prefix(model: ModelConfig) -> int:
+    """Layers at the model's beginning among which every kind of layer occurs: its window, experts or a dense MLP."""
+    last_of_kind: dict[tuple[int | None, bool], int] = {}
+    for layer in range(model.num_layers):
+        window = model.layer_windows[layer] if model.layer_windows else None
+        last_of_kind.setdefault((window, _has_experts(model, layer)), layer)
+    return 1 + max(last_of_kind.values())
+
+
+def _has_experts(model: ModelConfig, layer: int) -> bool:
+    return model.moe is not None and layer not in model.moe.dense_layers
+
+
+def _first_layers(model: ModelConfig, count: int) -> ModelConfig:
+    moe = model.moe
+    if moe is not None:
+        dense = tuple(layer for layer in moe.dense_layers if layer < count)
+        moe = msgspec.structs.replace(moe, dense_layers=dense)
+    return msgspec.structs.replace(model, num_layers=count, layer_windows=model.layer_windows[:count], moe=moe)
 
 
 def is_worker() -> bool:
@@ -183,15 +207,25 @@ def claims_folder() -> Path | None:
 
 def num_workers(config: EngineConfig, free_bytes: int) -> int:
     """One a core, as far as there is memory for them."""
-    model = config.model
-    layer = model.hidden_size * (
-        3 * model.intermediate_size + (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    )
-    item_bytes = 4 if config.dtype == "float32" else 2
-    ends = 2 * model.vocab_size * model.hidden_size
-    each = CONTEXT_BYTES + item_bytes * (layer + ends)
-    left = free_bytes - item_bytes * (layer * model.num_layers + ends)
+    each = CONTEXT_BYTES + _weight_bytes(config, num_kinds_prefix(config.model))
+    left = free_bytes - _weight_bytes(config, config.model.num_layers)
     return max(1, min(config.num_threads, MAX_WORKERS, int(left * MEMORY_SHARE) // each))
+
+
+def _weight_bytes(config: EngineConfig, num_layers: int) -> int:
+    """What the first layers and both ends of the model take, about: in the engine's dtype, but for MXFP4 experts."""
+    model, moe = config.model, config.model.moe
+    item_bytes = 4 if config.dtype == "float32" else 2
+    with_experts = sum(_has_experts(model, layer) for layer in range(num_layers))
+    attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    dense = num_layers * attention + (num_layers - with_experts) * 3 * model.intermediate_size
+    ends = model.vocab_size * (1 if model.tie_word_embeddings else 2)
+    total = float(item_bytes * (dense + ends))
+    if moe is not None:
+        is_mxfp4 = model.quantization is not None and model.quantization.method == "mxfp4"
+        expert_item_bytes = MXFP4_BYTES if is_mxfp4 else item_bytes
+        total += expert_item_bytes * with_experts * moe.num_experts * 3 * moe.intermediate_size
+    return int(total * model.hidden_size)
 
 
 def _start_worker(work: Path, index: int) -> subprocess.Popen[bytes]:
