@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from attention_cases import attention_case
 
 from tokenspeed.attention.interface import AttentionBatch
 from tokenspeed.kernels.reference import attention as reference_attention
@@ -170,46 +171,6 @@ def test_qkv_rope_cache(
         for ours, wanted in ((keys, keys_truth), (values, values_truth)):
             assert torch.equal(ours.isnan(), wanted.isnan()), "wrote a slot that is not its own"
             check(ours.nan_to_num(), wanted.nan_to_num(), dtype)
-
-
-def attention_case(
-    query_lens: list[int],
-    seq_lens: list[int],
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-    page_size: int,
-    window: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch]:
-    """Random paged keys and values: shuffled pages; NaN in every slot that no request owns or sees, and page ids past
-    the length that point nowhere. Before the window of a step's first token the page ids are those of another
-    request's pages, or of NaN."""
-    num_heads, num_kv_heads, head_dim = heads
-    pages_of = [-(-seq_len // page_size) for seq_len in seq_lens]
-    num_pages = sum(pages_of) + 3
-    order = torch.randperm(num_pages).tolist()
-    pools = [torch.full((num_pages, page_size, num_kv_heads, head_dim), torch.nan).to(dtype) for _ in range(2)]
-    table = torch.full((len(seq_lens), max(pages_of) + 2), 2**30, dtype=torch.int32)
-    slots: list[int] = []
-    for r, seq_len in enumerate(seq_lens):
-        mine = [order.pop() for _ in range(pages_of[r])]
-        table[r, : len(mine)] = torch.tensor(mine)
-        first = reference_attention.first_seen(query_lens[r], seq_len, window)
-        table[r, : first // page_size] = int(torch.randint(num_pages, ()))
-        written = [mine[p // page_size] * page_size + p % page_size for p in range(first, seq_len)]
-        for pool in pools:
-            pool.view(-1, num_kv_heads, head_dim)[written] = random(len(written), num_kv_heads, head_dim, dtype=dtype)
-        slots += written[len(written) - query_lens[r] :]
-    batch = AttentionBatch(
-        query_start=torch.tensor(np.cumsum([0, *query_lens]), dtype=torch.int32),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-        page_table=table,
-        slots=torch.tensor(slots),
-        num_requests=len(seq_lens),
-        num_tokens=sum(query_lens),
-        query_lens_host=query_lens,
-        seq_lens_host=seq_lens,
-    )
-    return random(sum(query_lens), num_heads, head_dim, dtype=dtype), pools[0], pools[1], batch
 
 
 STEPS = {

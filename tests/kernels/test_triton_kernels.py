@@ -16,13 +16,14 @@ from tokenspeed.attention.interface import AttentionBatch
 from tokenspeed.kernels.ops import Ops
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.kernels.triton.decode_attention import (
+    DecodeTile,
     NewToken,
+    choose_decode_tile,
     decode_attention,
-    decode_splits,
     decode_workspace,
 )
 from tokenspeed.kernels.triton.pointwise import qkv_rope_cache, rms_norm, silu_and_mul
-from tokenspeed.kernels.triton.prefill_attention import prefill_attention
+from tokenspeed.kernels.triton.prefill_attention import TILE, PrefillTile, prefill_attention
 from tokenspeed.kernels.triton.registered import PagedAttention
 from tokenspeed.kernels.triton.small_linear import (
     MAX_ROWS,
@@ -205,7 +206,7 @@ def test_decode_attention(
             case.batch().seq_lens,
             case.scale,
             workspace,
-            num_splits,
+            DecodeTile(num_splits, 64, 4, 3),
             window,
             sinks,
             logit_cap,
@@ -234,8 +235,9 @@ def test_a_new_token_is_rotated_stored_and_attended_in_one_launch(
     new = NewToken(positions, cos_sin, batch.slots, norms[0], norms[1], 1e-5)
     ours = [case.keys.clone(), case.values.clone()]
     workspace = decode_workspace(len(contexts), *heads, num_splits, DEVICE)
+    tile = DecodeTile(num_splits, 64, 4, 3)
     out = decode_attention(
-        qkv, *ours, case.page_table, batch.seq_lens, case.scale, workspace, num_splits, pdl=ON_GPU, new_token=new
+        qkv, *ours, case.page_table, batch.seq_lens, case.scale, workspace, tile, pdl=ON_GPU, new_token=new
     )
     theirs = [case.keys.clone(), case.values.clone()]
     q = reference.qkv_rope_cache(qkv.clone(), positions, cos_sin, *theirs, batch.slots, norms[0], norms[1], 1e-5)
@@ -266,8 +268,7 @@ def test_prefill_attention(
         window,
         sinks,
         logit_cap,
-        block_q=128 if ON_GPU else 32,
-        block_t=64 if ON_GPU else 32,
+        TILE if ON_GPU else PrefillTile(32, 32, 8, 3),
     )
     assert error(out, case.truth(window, sinks, logit_cap)) < BOUND
 
@@ -292,10 +293,21 @@ def test_whole_prompts_of_several_lengths() -> None:
 
 
 def test_fewer_rows_have_more_splits() -> None:
-    splits = [decode_splits(rows) for rows in (1, 8, 32, 128, 512, 2048)]
+    splits = [choose_decode_tile(rows, 128, None).num_splits for rows in (1, 8, 32, 128, 512, 2048)]
     assert splits == sorted(splits, reverse=True)
     assert splits[0] == 16
     assert splits[-1] == 1
+
+
+def test_a_window_and_not_the_context_decides_how_decode_is_shared_out() -> None:
+    for rows in (8, 512):
+        for head_dim in (64, 80, 128, 256):
+            short = choose_decode_tile(rows, head_dim, 128)
+            assert short.num_splits == 1 and short.block_t * head_dim <= 128 * 64
+        assert choose_decode_tile(rows, 64, 5).block_t == 16  # what a matrix instruction takes at least
+        long = choose_decode_tile(rows, 64, 4096)
+        assert long == choose_decode_tile(rows, 64, None)
+    assert choose_decode_tile(8, 128, 300).num_splits == 5
 
 
 # ---- pointwise ------------------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ recorded graph serves every context.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -95,7 +94,8 @@ def _decode_kernel(
     seq_len = tl.load(seq_lens_ptr + request)
     begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(seq_len - WINDOW, 0) // BLOCK_T * BLOCK_T
+        # Nothing before the window is read, masked or not: its pages may be another's by now, and 0 * NaN is NaN.
+        begin = tl.maximum(seq_len - WINDOW, 0)
     num_blocks = tl.cdiv(seq_len - begin, BLOCK_T)
     per_split = tl.cdiv(num_blocks, NUM_SPLITS)
     first = begin + split * per_split * BLOCK_T
@@ -153,20 +153,17 @@ def _decode_kernel(
         where = slots[:, None] * token_stride + kv_head * HEAD_DIM + dims[None, :]
         mask = live[:, None] & in_head[None, :]
         k = tl.load(k_ptr + where, mask=mask, other=0.0).to(q.dtype)
+        v = tl.load(v_ptr + where, mask=mask, other=0.0).to(q.dtype)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if logit_cap > 0:
             ratio = logits / logit_cap
             logits = logit_cap * (2.0 / (1.0 + tl.exp(-2.0 * ratio)) - 1.0)
-        seen = live
-        if WINDOW > 0:
-            seen = live & (tokens >= seq_len - WINDOW)
-        logits = tl.where(seen[None, :], logits, float("-inf"))
+        logits = tl.where(live[None, :], logits, float("-inf"))
         new_best = tl.maximum(best, tl.max(logits, axis=1))
         safe = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp(logits - safe[:, None])
         carry = tl.exp(best - safe)
         total = total * carry + tl.sum(weights, axis=1)
-        v = tl.load(v_ptr + where, mask=mask, other=0.0).to(q.dtype)
         acc = acc * carry[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
         best = new_best
 
@@ -177,7 +174,8 @@ def _decode_kernel(
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + heads, mask=in_group, other=0.0).to(tl.float32)
             total += tl.exp(sink - best)
-        tl.store(out_where, (acc * (out_scale / total)[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
+        share = tl.where(total == 0, 0.0, out_scale / total)  # nothing attended: a row without context
+        tl.store(out_where, (acc * share[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
         return
 
     inner = tl.arange(0, BLOCK_H)[:, None] * BLOCK_D + dims[None, :]
@@ -208,7 +206,23 @@ def _decode_kernel(
             total = total * carry + other_total * scale_other
             acc = acc * carry[:, None] + part * scale_other[:, None]
             best = new_best
-        tl.store(out_where, (acc * (out_scale / total)[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
+        share = tl.where(total == 0, 0.0, out_scale / total)
+        tl.store(out_where, (acc * share[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """Choices of one launch.
+
+    Fields:
+        num_splits: programs that share the context of a (request, kv head).
+        block_t: tokens that a program reads at once.
+    """
+
+    num_splits: int
+    block_t: int
+    num_warps: int
+    num_stages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +252,10 @@ def decode_attention(
     seq_lens: torch.Tensor,
     scale: float,
     workspace: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    num_splits: int,
+    tile: DecodeTile,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     logit_cap: float | None = None,
-    block_t: int = 64,
-    num_warps: int | None = None,
-    num_stages: int = 3,
     pdl: bool = True,
     out_scale: float = 1.0,
     new_token: NewToken | None = None,
@@ -255,7 +266,9 @@ def decode_attention(
     Args:
         workspace: (partials float32, stats float32, counters int32 zeros); see `decode_workspace`.
         out_scale: factor on the result, the scale of an 8-bit pool's values.
-        num_splits: programs that share one request's context; 1 needs no workspace.
+        tile: see `choose_decode_tile`; one split needs no workspace.
+        window: tokens that a query sees, itself included; pages before it are not read.
+        sinks: [Hq] float32.
         new_token: q is then [R, (Hq + 2 Hk) * D], queries, keys and values as they come from the projection; the kernel
             rotates them, stores the key and value, and attends, in one launch.
     """
@@ -266,7 +279,7 @@ def decode_attention(
     out = q.new_empty(num_requests, num_heads * head_dim)
     partials, stats, counters = workspace
     new = new_token
-    _decode_kernel[(num_requests, num_kv_heads, num_splits)](
+    _decode_kernel[(num_requests, num_kv_heads, tile.num_splits)](
         q,
         keys,
         values,
@@ -300,22 +313,41 @@ def decode_attention(
         BLOCK_D=triton.next_power_of_2(head_dim),
         PAGE_SIZE=page_size,
         BLOCK_H=max(16, triton.next_power_of_2(group)),
-        BLOCK_T=block_t,
-        NUM_SPLITS=num_splits,
+        BLOCK_T=tile.block_t,
+        NUM_SPLITS=tile.num_splits,
         PDL=pdl,
-        num_warps=num_warps or (2 if num_splits == 1 else 4),
-        num_stages=num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         launch_pdl=pdl,
     )
     return out
 
 
-def decode_splits(num_rows: int) -> int:
-    """Programs that share a (request, kv head)'s context, given how many of those there are. Measured best on one H200
-    at a context of 600 (docs/log.md): 16 for 8 rows, 8 for 32, 4 for 128, 1 from 512 on."""
-    if num_rows >= 512:
-        return 1
-    return min(16, 1 << int(math.log2(math.sqrt(2048 / num_rows))))
+TILES: tuple[tuple[int, DecodeTile], ...] = (
+    (8, DecodeTile(16, 64, 4, 3)),
+    (32, DecodeTile(8, 64, 4, 3)),
+    (128, DecodeTile(4, 64, 4, 3)),
+    (511, DecodeTile(2, 64, 4, 3)),
+    (2**31, DecodeTile(1, 64, 2, 3)),
+)
+"""Up to so many (request, kv head) pairs. Splits measured best on one H200 at head_dim 128 and a context of 600
+(docs/log.md); other head sizes take the same."""
+
+SHORT_WINDOW = 256
+SHORT_WINDOW_TILE_BYTES = 128 * 64
+
+
+def choose_decode_tile(num_rows: int, head_dim: int, window: int | None) -> DecodeTile:
+    """How `num_rows` (request, kv head) pairs are shared out. A short window is one piece of work, of a block or two,
+    whatever the context; its loads are not pipelined, there is nothing to overlap them with. Not measured yet."""
+    if window is not None and window <= SHORT_WINDOW:
+        most = max(16, SHORT_WINDOW_TILE_BYTES // triton.next_power_of_2(head_dim))
+        block_t = min(most, max(16, triton.next_power_of_2(window)))
+        return DecodeTile(1, block_t, 4, 1 if window <= block_t else 2)
+    tile = next(tile for most_rows, tile in TILES if num_rows <= most_rows)
+    if window is not None:
+        tile = replace(tile, num_splits=min(tile.num_splits, triton.cdiv(window, tile.block_t)))
+    return tile
 
 
 def decode_workspace(

@@ -12,6 +12,8 @@ Positions of request r, half-open:   [0, seq_len - query_len) earlier context   
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -132,7 +134,8 @@ def _prefill_kernel(
 
     begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_T * BLOCK_T
+        # Nothing before the first query's window is read, masked or not: its pages may be another's by now.
+        begin = tl.maximum(first_position - WINDOW + 1, 0)
     end = tl.minimum(first_position + BLOCK_Q, seq_len)
     whole = first_position // BLOCK_T * BLOCK_T  # blocks before it are visible to every query of this program
     if WINDOW > 0:
@@ -147,11 +150,24 @@ def _prefill_kernel(
             acc, total, best, q, k_ptr, v_ptr, page_row, positions, start, seq_len, kv_head, scale_2,
             logit_cap, WINDOW, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_T,
         )  # fmt: skip
-    if HAS_SINKS:
+    if HAS_SINKS:  # before a row's first key `best` is -inf; such rows are not stored
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         total += tl.exp2(sink - best)
     out_where = rows * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_where, (acc * (out_scale / total)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTile:
+    """Choices of one launch: queries and keys that a program takes at once."""
+
+    block_q: int
+    block_t: int
+    num_warps: int
+    num_stages: int
+
+
+TILE = PrefillTile(128, 64, 8, 3)
 
 
 def prefill_attention(
@@ -166,18 +182,23 @@ def prefill_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     logit_cap: float | None = None,
-    block_q: int = 128,
-    block_t: int = 64,
-    num_warps: int = 8,
-    num_stages: int = 3,
+    tile: PrefillTile = TILE,
     out_scale: float = 1.0,
+    is_padded: bool = False,
 ) -> torch.Tensor:
     """q [T, Hq, D], keys and values [pages, page_size, Hk, D], page_table [R, P] int32, query_start [R + 1] int32,
-    seq_lens [R] int32 -> [T, Hq * D]."""
+    seq_lens [R] int32 -> [T, Hq * D].
+
+    Args:
+        window: tokens that a query sees, itself included; pages before the first query's are not read.
+        sinks: [Hq] float32.
+        is_padded: rows past query_start[R] are wanted, as zeros.
+    """
     num_tokens, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = keys.shape
-    out = q.new_empty(num_tokens, num_heads * head_dim)
-    grid = (triton.cdiv(max_query_len, block_q), num_heads, seq_lens.shape[0])
+    shape = (num_tokens, num_heads * head_dim)
+    out = q.new_zeros(shape) if is_padded else q.new_empty(shape)
+    grid = (triton.cdiv(max_query_len, tile.block_q), num_heads, seq_lens.shape[0])
     _prefill_kernel[grid](
         q,
         keys,
@@ -199,9 +220,9 @@ def prefill_attention(
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         PAGE_SIZE=page_size,
-        BLOCK_Q=block_q,
-        BLOCK_T=block_t,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        BLOCK_Q=tile.block_q,
+        BLOCK_T=tile.block_t,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     return out

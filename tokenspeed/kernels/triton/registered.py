@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,16 +12,16 @@ from tokenspeed.attention.interface import AttentionBatch, LayerKV, Rotation
 from tokenspeed.kernels.cuda_graph import CudaGraphRecorder
 from tokenspeed.kernels.registry import Implementation, Need
 from tokenspeed.kernels.triton.decode_attention import (
+    DecodeTile,
     NewToken,
+    choose_decode_tile,
     decode_attention,
-    decode_splits,
     decode_workspace,
 )
 from tokenspeed.kernels.triton.pointwise import qkv_rope_cache, rms_norm, silu_and_mul
 from tokenspeed.kernels.triton.prefill_attention import prefill_attention
 from tokenspeed.kernels.triton.small_linear import MAX_ROWS, fused_linear, make_workspace
-
-LONG_PREFILL = 512  # from here on torch's own attention (cuDNN or FlashAttention) beats the Triton kernel (docs/log.md)
+from tokenspeed.kernels.triton.whole_prompts import are_whole_prompts, attend_whole_prompts
 
 
 def _why_not(need: Need) -> str | None:
@@ -95,9 +94,9 @@ class _Workspaces:
         self._made: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def get(
-        self, num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, num_splits: int
+        self, num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, tile: DecodeTile
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        shape = (num_requests, num_heads, num_kv_heads, head_dim, num_splits)
+        shape = (num_requests, num_heads, num_kv_heads, head_dim, tile.num_splits)
         if shape not in self._made:
             self._made[shape] = decode_workspace(*shape, self._device)
         return self._made[shape]
@@ -122,7 +121,7 @@ class RopeAttention:
     ) -> torch.Tensor:
         _, _, num_kv_heads, head_dim = kv.keys.shape
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        num_splits = decode_splits(qkv.shape[0] * num_kv_heads)
+        tile = choose_decode_tile(qkv.shape[0] * num_kv_heads, head_dim, window)
         new_token = NewToken(
             rotation.positions,
             rotation.cos_sin,
@@ -140,8 +139,8 @@ class RopeAttention:
             batch.page_table,
             batch.seq_lens,
             scale * kv.k_scale,
-            self._workspaces.get(qkv.shape[0], num_heads, num_kv_heads, head_dim, num_splits),
-            num_splits,
+            self._workspaces.get(qkv.shape[0], num_heads, num_kv_heads, head_dim, tile),
+            tile,
             window,
             sinks,
             pdl=self._pdl,
@@ -151,7 +150,8 @@ class RopeAttention:
 
 
 class PagedAttention:
-    """`kernels.ops.PagedAttention`: decode rows split over their context, prefill rows by tensor cores."""
+    """`kernels.ops.PagedAttention`: decode rows split over their context, prefill rows by tensor cores. Rows that a
+    recorded step has beyond its requests become zeros: what follows may mix rows, as experts do."""
 
     def __init__(self, device: torch.device, pdl: bool) -> None:
         self._pdl = pdl
@@ -171,12 +171,13 @@ class PagedAttention:
         if batch.num_tokens == batch.num_requests:
             return self._decode(q, keys, values, batch, scale, window, out_scale, sinks)
         max_query_len = batch.num_tokens if batch.query_lens_host is None else max(batch.query_lens_host)
-        if window is None and sinks is None and _is_one_long_start(batch):
-            out = _whole_prompt(q, keys, values, batch, scale)
-            return out if out_scale == 1.0 else out.mul_(out_scale)
+        if window is None and are_whole_prompts(batch):
+            out = attend_whole_prompts(q, keys, values, batch, scale, sinks)
+            if out is not None:
+                return out if out_scale == 1.0 else out.mul_(out_scale)
         return prefill_attention(
             q, keys, values, batch.page_table, batch.query_start, batch.seq_lens, max_query_len, scale, window,
-            sinks, out_scale=out_scale,
+            sinks, out_scale=out_scale, is_padded=batch.query_lens_host is None,
         )  # fmt: skip
 
     def _decode(
@@ -192,8 +193,8 @@ class PagedAttention:
     ) -> torch.Tensor:
         num_requests, num_heads, head_dim = q.shape
         num_kv_heads = keys.shape[2]
-        num_splits = decode_splits(num_requests * num_kv_heads)
-        workspace = self._workspaces.get(num_requests, num_heads, num_kv_heads, head_dim, num_splits)
+        tile = choose_decode_tile(num_requests * num_kv_heads, head_dim, window)
+        workspace = self._workspaces.get(num_requests, num_heads, num_kv_heads, head_dim, tile)
         return decode_attention(
             q,
             keys,
@@ -202,40 +203,12 @@ class PagedAttention:
             batch.seq_lens,
             scale,
             workspace,
-            num_splits,
+            tile,
             window,
             sinks,
             pdl=self._pdl,
             out_scale=out_scale,
         )
-
-
-def _is_one_long_start(batch: AttentionBatch) -> bool:
-    """Every request is a whole long prompt from its first token."""
-    lens = batch.query_lens_host
-    return lens is not None and lens == batch.seq_lens_host and min(lens) >= LONG_PREFILL
-
-
-def _whole_prompt(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: AttentionBatch, scale: float
-) -> torch.Tensor:
-    """Prompts without earlier context: causal attention over contiguous copies of their pages, neighbours of equal
-    length in one call."""
-    lens = batch.query_lens_host or []
-    page_size = keys.shape[1]
-    outs = []
-    start = first = 0
-    for length, group in groupby(lens):
-        count = len(list(group))
-        pages = batch.page_table[first : first + count, : -(-length // page_size)]
-        k = keys[pages].flatten(1, 2)[:, :length].transpose(1, 2).to(q.dtype)
-        v = values[pages].flatten(1, 2)[:, :length].transpose(1, 2).to(q.dtype)
-        end = start + count * length
-        mine = q[start:end].unflatten(0, (count, length)).transpose(1, 2)
-        out = functional.scaled_dot_product_attention(mine, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        outs.append(out.transpose(1, 2).reshape(count * length, -1))
-        start, first = end, first + count
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 class _RopeCache:
