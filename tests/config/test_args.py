@@ -89,6 +89,7 @@ def test_every_field_can_be_set():
         "device": "cpu",
         "num_threads": 1,
         "attention_backend": "paged",
+        "moe_backend": "torch",
         "enforce_eager": True,
         "grammar_backend": "none",
         "grammar_compile_timeout_secs": 2.5,

@@ -262,6 +262,7 @@ def test_no_wish_is_ignored():
         "disable_cuda_graph_padding", "disable_prefill_graph", "prefill_graph_max_tokens",
         "prefill_graph_capture_sizes",
         "quantization",  # see test_precision_choices.py
+        "moe_backend",  # see tests/moe/test_select_moe.py
         "tensor_parallel_size", "data_parallel_size", "expert_parallel_size",  # one value only
     }  # fmt: skip
     other = {

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tokenspeed.attention.interface import AttentionBatch, AttentionNeed
 from tokenspeed.attention.select import select_backend
+from tokenspeed.cache.spec import group_layers
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.distributed.mesh import SINGLE
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.models.interface import Model
 from tokenspeed.models.registry import build_model
+from tokenspeed.moe.select import moe_need, select_moe
 from tokenspeed.quantization import interface
 from tokenspeed.quantization.select import scheme_for
 
@@ -67,6 +69,8 @@ class Engine:
     config: ModelConfig
     page_size: int
     free: list[int]
+    num_pages: int
+    windows: list[int | None]
 
     def add(self, tokens: list[int], capacity: int) -> Sequence:
         num_pages = -(-capacity // self.page_size)
@@ -80,36 +84,45 @@ class Engine:
         """Compute the next `count` tokens of each sequence; logits [count, V] of each."""
         ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
         query_lens: list[int] = []
         seq_lens: list[int] = []
         for sequence, count in work:
             start, end = sequence.num_computed, sequence.num_computed + count
             ids += sequence.tokens[start:end]
             positions += range(start, end)
-            slots += [
-                sequence.pages[p // self.page_size] * self.page_size + p % self.page_size for p in range(start, end)
-            ]
             query_lens.append(count)
             seq_lens.append(end)
             sequence.num_computed = end
-        width = max(len(sequence.pages) for sequence, _ in work)
-        table = torch.full((len(work), width), 2**30, dtype=torch.int32)  # past the length: must never be read
-        for row, (sequence, _) in enumerate(work):
-            used = -(-seq_lens[row] // self.page_size)
-            table[row, :used] = torch.tensor(sequence.pages[:used], dtype=torch.int32)
+        groups = [self._group(index, work, seq_lens, query_lens) for index in range(len(self.windows))]
         batch = AttentionBatch(
             query_start=torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            page_table=table,
-            slots=torch.tensor(slots),
+            page_table=groups[0][0],
+            slots=groups[0][1],
             num_requests=len(work),
             num_tokens=len(ids),
             query_lens_host=query_lens,
             seq_lens_host=seq_lens,
         )
+        batch.other_groups = tuple(replace(batch, page_table=table, slots=slots) for table, slots in groups[1:])
         hidden = self.model.forward(torch.tensor(ids), torch.tensor(positions), batch)
         return list(self.model.logits(hidden).split(query_lens))
+
+    def _group(
+        self, index: int, work: list[tuple[Sequence, int]], seq_lens: list[int], query_lens: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page table and slots of a cache group; every group has pages of its own."""
+        size, slots = self.page_size, []
+        width = max(len(sequence.pages) for sequence, _ in work)
+        table = torch.full((len(work), width), 2**30, dtype=torch.int32)  # what must never be read
+        for row, (sequence, _) in enumerate(work):
+            pages = [(page + 5 * index) % self.num_pages for page in sequence.pages]
+            start, end = seq_lens[row] - query_lens[row], seq_lens[row]
+            slots += [pages[p // size] * size + p % size for p in range(start, end)]
+            window = self.windows[index]
+            first = 0 if window is None else max(0, start + 1 - window) // size
+            table[row, first : -(-end // size)] = torch.tensor(pages[first : -(-end // size)], dtype=torch.int32)
+        return table, torch.tensor(slots)
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         """Prefill in one step, then one token a step."""
@@ -126,9 +139,15 @@ def build_unloaded(
 ) -> Model:
     """The model as the runner would build it."""
     ops, _ = select_ops(Need(CPU, dtype), only)
-    need = AttentionNeed("cpu", dtype, config.num_heads, config.num_kv_heads, config.head_dim, page_size)
+    window = next((window for window in config.layer_windows if window is not None), None)
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    need = AttentionNeed("cpu", dtype, *heads, page_size, window, config.attention_sinks)
     backend, _ = select_backend(need, "auto", ops)
-    return build_model(config, SINGLE, scheme_for(config, ops), ops, backend)
+    scheme = scheme_for(config, ops)
+    moe = None
+    if config.moe is not None:
+        moe, _ = select_moe(moe_need(config, SINGLE, scheme.expert_format, ops, None), "auto", ops)
+    return build_model(config, SINGLE, scheme, ops, backend, moe)
 
 
 def with_pool(model: Model, config: ModelConfig, page_size: int, num_pages: int, dtype: torch.dtype) -> Engine:
@@ -141,7 +160,8 @@ def with_pool(model: Model, config: ModelConfig, page_size: int, num_pages: int,
         ]
     )
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3)).tolist()
-    return Engine(model, config, page_size, order)
+    windows = [group.window for group in group_layers(model.cache_specs(), page_size)]
+    return Engine(model, config, page_size, order, num_pages, windows)
 
 
 def engine(

@@ -79,8 +79,10 @@ def test_a_wrong_shape_is_refused_by_name(config: ModelConfig) -> None:
 def test_cache_specs(config: ModelConfig) -> None:
     specs = build_unloaded(config, 4).cache_specs()
     assert [spec.layer for spec in specs] == list(range(config.num_layers))
-    (group,) = group_layers(specs, 16)
-    assert group.page_bytes == config.num_layers * 16 * 2 * config.num_kv_heads * config.head_dim * 4
+    groups = group_layers(specs, 16)
+    assert {group.window for group in groups} == set(config.layer_windows or (None,))
+    page_bytes = 16 * 2 * config.num_kv_heads * config.head_dim * 4
+    assert sum(spec.bytes_per_token * 16 for spec in specs) == config.num_layers * page_bytes
 
 
 def test_unknown_architecture_names_those_that_exist() -> None:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenspeed.config.attention_choices import AUTO, CPU_BACKENDS, GPU_BACKENDS, WITHOUT_IMPLEMENTATION
+from tokenspeed.config.device_args import DEVICE as DEVICE
+from tokenspeed.config.device_args import DeviceArgs
 from tokenspeed.config.flags import check, declared_flags, flag, integer, json_object, number, parse_flags
 from tokenspeed.config.server_args import API as API
 from tokenspeed.config.server_args import LOGS as LOGS
-from tokenspeed.config.server_args import ServerArgs
 from tokenspeed.protocol.errors import ConfigError
 
 DEFAULT_MODEL = "default"
@@ -24,7 +24,6 @@ DEFAULT_MODEL = "default"
 MODEL = "Model"
 PRECISION = "Precision"
 MEMORY = "Memory and scheduling"
-DEVICE = "Device and kernels"
 PARALLEL = "Parallelism"
 GROUPS = (MODEL, PRECISION, MEMORY, DEVICE, PARALLEL, API, LOGS)
 """Headings in the order of help and documentation."""
@@ -34,7 +33,7 @@ _KV_AS_ACTIVATIONS = "auto is the precision of the activations, which --dtype se
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineArgs(ServerArgs):
+class EngineArgs(DeviceArgs):
     """The user's wishes. None means "choose for me"; `resolve` chooses and says why.
 
     Raises:
@@ -137,8 +136,8 @@ class EngineArgs(ServerArgs):
         PRECISION,
         "Precision of weights. `fp8` quantizes the layers of an unquantized checkpoint to e4m3 while it loads; for a "
         "quantized one it must name what is there (`w8a8_fp8` and `compressed-tensors` stand for each other).",
-        choices=("fp8", "w8a8_fp8", "compressed-tensors"),
-        refused_choices={name: "its kernels are not built yet" for name in ("mxfp4", "nvfp4", "mxfp8")},
+        choices=("fp8", "w8a8_fp8", "compressed-tensors", "mxfp4"),
+        refused_choices={name: "its kernels are not built yet" for name in ("nvfp4", "mxfp8")},
         default_text="the checkpoint's own",
     )
 
@@ -276,132 +275,6 @@ class EngineArgs(ServerArgs):
         at_least=0,
         at_most=2**63 - 1,
         default_text="drawn at start",
-    )
-
-    # --- device and kernels ----------------------------------------------------------------------------------------
-    device: str = flag(
-        "auto",
-        "--device",
-        DEVICE,
-        "Where the model runs. `auto` takes an NVIDIA GPU of compute capability 8.0 or later, else the CPU.",
-        choices=("auto", "cpu", "cuda"),
-        refused_choices={"rocm": "AMD GPUs are not supported yet"},
-    )
-    num_threads: int | None = flag(
-        None,
-        "--num-threads",
-        DEVICE,
-        "CPU threads that compute the model.",
-        parse=integer,
-        metavar="N",
-        at_least=1,
-        at_most=1024,
-        default_text="physical cores that this process may use",
-        only_on="cpu",
-    )
-    attention_backend: str = flag(
-        "auto",
-        "--attention-backend",
-        DEVICE,
-        "Attention kernels: our own are `triton` on a GPU and `paged` on a CPU; `fa3`, `fa4` and `flashinfer` use "
-        "those packages, and have not been verified with them. `auto` takes our own where they can serve the model.",
-        choices=(AUTO, *CPU_BACKENDS, *GPU_BACKENDS),
-        refused_choices=WITHOUT_IMPLEMENTATION,
-    )
-    grammar_backend: str = flag(
-        "auto",
-        "--grammar-backend --guided-decoding-backend",
-        DEVICE,
-        "Library that keeps structured output to its grammar. `none`: such requests are refused.",
-        choices=("auto", "xgrammar", "llguidance", "none"),
-        refused_choices={"outlines": "use xgrammar or llguidance", "guidance": "the name here is llguidance"},
-        default_text="`xgrammar` when it is installed, else `llguidance`, else `none`",
-    )
-    grammar_compile_timeout_secs: float = flag(
-        30.0,
-        "--grammar-compile-timeout-secs",
-        DEVICE,
-        "Seconds that compiling one grammar may take; one that needs longer is answered 400.",
-        parse=number,
-        metavar="SECONDS",
-        at_least=0.1,
-        at_most=600,
-    )
-    disable_any_whitespace: bool = flag(
-        False,
-        "--disable-any-whitespace",
-        DEVICE,
-        "JSON of structured output has one fixed layout. Otherwise the model may lay it out, with up to 16 blanks and "
-        "line breaks in a row.",
-        kind="on",
-    )
-    enforce_eager: bool = flag(
-        False, "--enforce-eager", DEVICE, "Do not record steps; run operation by operation.", kind="on"
-    )
-    cudagraph_capture_sizes: tuple[int, ...] = flag(
-        (),
-        "--cudagraph-capture-sizes",
-        DEVICE,
-        "Decode batch sizes that are recorded as CUDA graphs; others are padded to the next one. Sizes above "
-        "`--max-num-seqs` or `--max-cudagraph-capture-size` are dropped.",
-        kind="values",
-        parse=integer,
-        metavar="ROWS",
-        at_least=1,
-        default_text="1 2 4 8, then steps of 8, and of an eighth above 128",
-        only_on="cuda",
-    )
-    max_cudagraph_capture_size: int | None = flag(
-        None,
-        "--max-cudagraph-capture-size",
-        DEVICE,
-        "Largest decode batch that is recorded; larger ones run operation by operation.",
-        parse=integer,
-        metavar="ROWS",
-        at_least=1,
-        default_text="`--max-num-seqs`, at most 512",
-        only_on="cuda",
-    )
-    disable_cuda_graph_padding: bool = flag(
-        False,
-        "--disable-cuda-graph-padding",
-        DEVICE,
-        "Replay a CUDA graph only for exactly its batch size.",
-        kind="on",
-        only_on="cuda",
-    )
-
-    disable_prefill_graph: bool = flag(
-        False,
-        "--disable-prefill-graph",
-        DEVICE,
-        "Do not record small prompt steps; run them operation by operation.",
-        kind="on",
-        only_on="cuda",
-    )
-    prefill_graph_max_tokens: int | None = flag(
-        None,
-        "--prefill-graph-max-tokens",
-        DEVICE,
-        "Most prompt tokens of a step that is recorded; 0 records none. Not verified on a GPU yet.",
-        parse=integer,
-        metavar="TOKENS",
-        at_least=0,
-        default_text="0, or the largest of `--prefill-graph-capture-sizes`",
-        only_on="cuda",
-    )
-    prefill_graph_capture_sizes: tuple[int, ...] = flag(
-        (),
-        "--prefill-graph-capture-sizes --prefill-graph-capture-token-sizes",
-        DEVICE,
-        "Token counts of prompt steps that are recorded as CUDA graphs, each for at most 8 requests; others are padded "
-        "to the next one. Sizes above `--prefill-graph-max-tokens` are dropped.",
-        kind="values",
-        parse=integer,
-        metavar="TOKENS",
-        at_least=2,
-        default_text="16 32 64 128, then steps of 64",
-        only_on="cuda",
     )
 
     # --- parallelism -----------------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     seed: int
     max_queue_len: int
+    moe_backend: str = "auto"
     gpu_memory_utilization: float | None = None
     capture_sizes: tuple[int, ...] = ()
     prefill_sizes: tuple[int, ...] = ()

@@ -18,21 +18,23 @@ from tokenspeed.checkpoint.gguf_file import read_gguf
 from tokenspeed.checkpoint.local import read_json
 from tokenspeed.checkpoint.safetensors_file import read_safetensors
 from tokenspeed.config import gguf_model
+from tokenspeed.config.families import (
+    SUPPORTED_ARCHITECTURES,
+    Family,
+    family_of,
+    read_architecture,
+    read_windows,
+    with_default_rope,
+)
 from tokenspeed.config.fields import Fields
+from tokenspeed.config.moe import MOE_FIELDS, MoeConfig, read_gpt_oss, read_qwen3_moe, stored_layout
 from tokenspeed.config.quantization import Quantization, QuantizationConfig, read_quantization
 from tokenspeed.config.rope import RopeConfig, read_rope
 from tokenspeed.protocol.errors import CheckpointError, ConfigError
 
-__all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "RopeConfig", "read_model_config"]
+__all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "MoeConfig", "RopeConfig", "read_model_config"]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-SUPPORTED_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-"""HF class name -> model_type."""
 
 MAX_LAYERS = 4096
 MAX_HEADS = 4096
@@ -77,33 +79,9 @@ _READ_FIELDS = frozenset(
         "compression_config",
         "bos_token_id",
         "eos_token_id",
+        *MOE_FIELDS,
     )
 )
-
-
-class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Expert layers.
-
-    Fields:
-        num_experts, top_k, intermediate_size: of one layer; intermediate_size is one expert's.
-        scoring, renormalize: see `moe.interface.RouterRule`.
-        router_bias, expert_bias: biases on the router and on both matrices of every expert.
-        limit, alpha: see `moe.interface.Activation`.
-        dense_layers: layers with a dense MLP of `ModelConfig.intermediate_size` instead.
-        layout: how the checkpoint stores experts: a tensor for each expert and matrix, or one for all experts.
-    """
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    scoring: Literal["softmax_topk", "topk_softmax"] = "softmax_topk"
-    renormalize: bool = True
-    router_bias: bool = False
-    expert_bias: bool = False
-    limit: float | None = None
-    alpha: float = 1.0
-    dense_layers: tuple[int, ...] = ()
-    layout: Literal["per_expert", "fused"] = "per_expert"
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,7 +163,8 @@ def read_model_config(checkpoint: Checkpoint, overrides: dict[str, Any] | None =
         generation = DEFAULT_SAMPLING | generation
     fields = Fields(str(path), _patched(values, overrides or {}))
     quantization = read_quantization(fields, modelopt, f"{path.parent}/hf_quant_config.json")
-    return _model_config(fields, Fields(f"{path.parent}/generation_config.json", generation), qtype, quantization)
+    config = _model_config(fields, Fields(f"{path.parent}/generation_config.json", generation), qtype, quantization)
+    return msgspec.structs.replace(config, moe=_moe(fields, config.architecture, quantization, checkpoint))
 
 
 def _patched(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -229,17 +208,17 @@ def _merged(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]
 
 
 def _model_config(fields: Fields, generation: Fields, qtype: str | None, quantization: Quantization) -> ModelConfig:
-    architecture = _architecture(fields)
-    _refuse_unsupported(fields)
+    architecture = read_architecture(fields)
+    family = family_of(architecture)
+    if fields.get("hidden_act") not in (None, "silu", "swish"):
+        raise fields.bad("hidden_act", "silu")
     hidden = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
     num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise fields.bad("num_key_value_heads", f"a divisor of num_attention_heads, which is {num_heads}")
-    rope, max_position = read_rope(fields)
-    is_qwen2 = architecture == "Qwen2ForCausalLM"
-    # Qwen2 always has biases on q, k and v and none on the output; elsewhere one field speaks for all four.
-    attention_bias = is_qwen2 or fields.flag("attention_bias", False)
+    rope, max_position = read_rope(with_default_rope(fields, family))
+    attention_bias = _attention_bias(fields, architecture, family)
     sampling = {name: generation.optional_number(name, minimum=-1.0) for name in _SAMPLING_FIELDS}
     return ModelConfig(
         architecture=architecture,
@@ -248,16 +227,18 @@ def _model_config(fields: Fields, generation: Fields, qtype: str | None, quantiz
         num_layers=fields.integer("num_hidden_layers", maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(fields, hidden, num_heads, architecture),
+        head_dim=_head_dim(fields, hidden, num_heads, family),
         vocab_size=fields.integer("vocab_size"),
         max_position=max_position,
         rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
         rope=rope,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         attention_bias=attention_bias,
-        o_bias=fields.flag("o_bias", attention_bias and not is_qwen2),
+        o_bias=fields.flag("o_bias", attention_bias and family.o_bias),
         mlp_bias=fields.flag("mlp_bias", False),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=family.qk_norm,
+        layer_windows=read_windows(fields, family),
+        attention_sinks=family.attention_sinks,
         dtype=_dtype(fields),
         qtype=qtype,
         quantization=quantization.weights,
@@ -268,41 +249,36 @@ def _model_config(fields: Fields, generation: Fields, qtype: str | None, quantiz
     )
 
 
-def _architecture(fields: Fields) -> str:
-    supported = ", ".join(SUPPORTED_ARCHITECTURES)
-    names = fields.get("architectures")
-    if names is None:
-        for architecture, model_type in SUPPORTED_ARCHITECTURES.items():
-            if fields.get("model_type") == model_type:
-                return architecture
-        raise fields.missing("architectures", f"a list with one of {supported}")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in SUPPORTED_ARCHITECTURES:
-        raise fields.bad("architectures", f"a list with one of the supported {supported}")
-    return str(names[0])
+def _moe(fields: Fields, architecture: str, quantization: Quantization, checkpoint: Checkpoint) -> MoeConfig | None:
+    """The expert layers of a family that has them.
 
-
-def _refuse_unsupported(fields: Fields) -> None:
-    if fields.get("hidden_act") not in (None, "silu", "swish"):
-        raise fields.bad("hidden_act", "silu")
-    layer_types = fields.get("layer_types")
-    if layer_types is not None:
-        slides = layer_types != ["full_attention"] * len(layer_types) if isinstance(layer_types, list) else True
-        if slides:
+    Raises:
+        CheckpointError: a field that cannot be, or weights quantized in a way that this family is not read in.
+    """
+    method = None if quantization.weights is None else quantization.weights.method
+    if architecture == "GptOssForCausalLM":
+        if method not in (None, "mxfp4"):
             raise CheckpointError(
-                f"{fields.where}: layer_types has layers other than full_attention; they are not supported yet"
+                f"{fields.where}: quantization by {method} is not read for GptOssForCausalLM; mxfp4 and bfloat16 are"
             )
-    elif fields.flag("use_sliding_window", False) and fields.get("sliding_window") is not None:
-        first = fields.integer("max_window_layers", default=28, minimum=0)
-        if first < fields.integer("num_hidden_layers"):
-            raise fields.bad(
-                "use_sliding_window",
-                f"false: sliding-window attention (here in layers {first} and up) is not supported yet",
-            )
+        return read_gpt_oss(fields)
+    if method == "mxfp4":
+        raise CheckpointError(f"{fields.where}: quantization by mxfp4 is read for GptOssForCausalLM only")
+    if architecture == "Qwen3MoeForCausalLM":
+        return read_qwen3_moe(fields, stored_layout(checkpoint))
+    return None
 
 
-def _head_dim(fields: Fields, hidden: int, num_heads: int, architecture: str) -> int:
-    if fields.get("head_dim") is None and architecture == "Qwen3ForCausalLM":
-        return 128
+def _attention_bias(fields: Fields, architecture: str, family: Family) -> bool:
+    """Biases on q, k and v; in Qwen2 without asking, elsewhere one field speaks for all four projections."""
+    if architecture == "Qwen2ForCausalLM":
+        return True
+    return fields.flag("attention_bias", family.attention_bias)
+
+
+def _head_dim(fields: Fields, hidden: int, num_heads: int, family: Family) -> int:
+    if fields.get("head_dim") is None and family.head_dim is not None:
+        return family.head_dim
     if fields.get("head_dim") is None:
         if hidden % num_heads:
             raise fields.bad("hidden_size", f"a multiple of num_attention_heads, which is {num_heads} (or a head_dim)")
@@ -329,4 +305,4 @@ def _stored_dtype(weight_file: str) -> str:
     What 8-bit weights were made from is bfloat16 today."""
     counts = Counter(entry.dtype for entry in read_safetensors(weight_file))
     commonest = counts.most_common(1)[0][0] if counts else "F32"
-    return {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "bfloat16"}.get(commonest, "float32")
+    return {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "bfloat16", "U8": "bfloat16"}.get(commonest, "float32")

@@ -33,7 +33,7 @@ def quantize_on_load(args: EngineArgs, model: ModelConfig) -> Literal["fp8"] | N
         if asked not in names:
             raise ConfigError(
                 f"--quantization is {asked}, but the checkpoint is quantized by {stored.method}; leave the flag out, "
-                f"or use one of: {', '.join(sorted(names & {'fp8', *_CHANNEL_SCHEMES}))}"
+                f"or use one of: {', '.join(sorted(names & {'fp8', 'mxfp4', *_CHANNEL_SCHEMES}))}"
             )
         return None
     if model.qtype is not None:

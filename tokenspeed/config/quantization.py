@@ -1,7 +1,8 @@
 """How a checkpoint's weights are quantized, from config.json or ModelOpt's hf_quant_config.json. No torch.
 
-Three spellings of one thing, e4m3 weights with float32 scales, are read: `fp8`, `compressed-tensors` and `modelopt`.
-Everything else is refused by file, field and value.
+Three spellings of one thing, e4m3 weights with float32 scales, are read: `fp8`, `compressed-tensors` and `modelopt`;
+and `mxfp4`, experts in E2M1 with a scale for 32 values (OCP MX 1.0). Everything else is refused by file, field and
+value.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import msgspec
 from tokenspeed.config.fields import Fields
 from tokenspeed.protocol.errors import CheckpointError
 
-Method = Literal["fp8", "compressed-tensors", "modelopt"]
-Granularity = Literal["tensor", "channel", "block"]
+Method = Literal["fp8", "compressed-tensors", "modelopt", "mxfp4"]
+Granularity = Literal["tensor", "channel", "block", "group"]
 
 BLOCK = 128
 
@@ -25,11 +26,12 @@ _IGNORE_FIELDS = ("ignored_layers", "modules_to_not_convert", "ignore", "exclude
 
 
 class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """e4m3 weights of a checkpoint.
+    """Quantized weights of a checkpoint: linears in e4m3, or (`mxfp4`) experts alone.
 
     Fields:
         method: whose spelling.
-        granularity: what has a scale of its own: a tensor, an output channel, or a block of 128 x 128.
+        granularity: what has a scale of its own: a tensor, an output channel, a block of 128 x 128, or (mxfp4) a group
+            of 32 values in a row.
         activations: with a scale from the file (`static`), found at run time (`dynamic`), or not quantized (`none`);
             what the checkpoint was made for.
         ignored: modules that are not quantized: names, `*` patterns, or regular expressions after `re:`.
@@ -43,7 +45,7 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def described(self) -> str:
         """For the log: `compressed-tensors checkpoint, a scale a channel, dynamic activations`."""
-        what = "block of 128 x 128" if self.granularity == "block" else self.granularity
+        what = {"block": "block of 128 x 128", "group": "group of 32"}.get(self.granularity, self.granularity)
         return f"of the {self.method} checkpoint, a scale a {what}, made for activations: {self.activations}"
 
     def is_ignored(self, module: str) -> bool:
@@ -99,9 +101,12 @@ def _read(fields: Fields) -> Quantization:
         return _compressed_tensors(fields)
     if method == "modelopt":
         return _modelopt(fields)
+    if method == "mxfp4":
+        return Quantization(_mxfp4(fields))
     raise CheckpointError(
         f"{fields.where}: {fields.prefix.rstrip('.')} asks for {method!r}, which is not supported (fp8, "
-        "compressed-tensors and modelopt are, with e4m3 weights); use the unquantized model or a GGUF file of it"
+        "compressed-tensors and modelopt are, with e4m3 weights, and mxfp4 for experts); "
+        "use the unquantized model or a GGUF file of it"
     )
 
 
@@ -118,6 +123,19 @@ def _fp8(fields: Fields) -> QuantizationConfig:
     return QuantizationConfig(
         method="fp8", granularity=granularity, activations=activations or "dynamic", ignored=_ignored(fields)
     )
+
+
+def _mxfp4(fields: Fields) -> QuantizationConfig:
+    """Experts in E2M1; whatever else the file has is in the model's dtype, which `modules_to_not_convert` repeats.
+
+    Raises:
+        CheckpointError: it names experts too: layers of different precision are not supported.
+    """
+    ignored = _ignored(fields)
+    config = QuantizationConfig(method="mxfp4", granularity="group", activations="none", ignored=ignored)
+    if config.is_ignored("model.layers.0.mlp.experts") or any(".mlp.experts" in name for name in ignored):
+        raise fields.bad("modules_to_not_convert", "no experts in it: the experts of all layers are MXFP4")
+    return config
 
 
 def _compressed_tensors(fields: Fields) -> Quantization:

@@ -114,7 +114,6 @@ _LOADING = (
         ("--disable-kda-prefill-graph", "no prefill graph for linear attention"),
         ("--enable-replay-ssm", "replay of recurrent states after speculation"),
         ("--disable-replay-ssm", "no replay of recurrent states after speculation"),
-        ("--moe-backend", "kernels of expert layers"),
         ("--moe-mxfp4-fp8-activation", "fp8 activations in front of MXFP4 experts"),
         (
             "--attention-use-fp4-indexer-cache --attention-config.use-fp4-indexer-cache"

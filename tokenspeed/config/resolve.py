@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tokenspeed.checkpoint.checkpoint import Checkpoint
+from tokenspeed.config import attention_choices, moe_choices
 from tokenspeed.config.args import FLAGS, EngineArgs
-from tokenspeed.config.attention_choices import check_device
 from tokenspeed.config.device import DeviceInfo
 from tokenspeed.config.engine import Choice, EngineConfig
 from tokenspeed.config.gpu_choices import capture_sizes, memory_utilization, prefill_sizes, usable_gpu
@@ -102,7 +102,8 @@ def resolve(
     load_format = _load_format(args, checkpoint, choices)
     kind = _device(args, device, choices)
     _refuse_flags_of_other_devices(args, kind)
-    check_device(args.attention_backend, kind)
+    attention_choices.check_device(args.attention_backend, kind)
+    moe_choices.check_device(args.moe_backend, kind, model.moe is not None)
     usual = _USUAL[kind]
     dtype = _dtype(args, model, device, choices) if kind == "cpu" else _gpu_dtype(args, model, choices)
     kv_cache_dtype = kv_dtype(args, model, dtype, choices)
@@ -132,6 +133,7 @@ def resolve(
         enforce_eager=args.enforce_eager,
         schedule_policy="priority" if args.schedule_policy == "priority" else "fifo",
         attention_backend=args.attention_backend,
+        moe_backend=args.moe_backend,
         num_threads=_num_threads(args, device, choices) if kind == "cpu" else device.num_physical_cores,
         gpu_memory_utilization=utilization,
         capture_sizes=capture_sizes(args, choices) if kind == "cuda" else (),

@@ -20,10 +20,12 @@ class Entry:
     Fields:
         shape: logical shape of the whole tensor, not of this rank's part.
         load: puts the tensor, or this rank's part of it, in its place.
+        is_raw: its bytes are read as they are (uint8), not numbers.
     """
 
     shape: tuple[int, ...]
     load: Callable[[WeightTensor], None]
+    is_raw: bool = False
 
 
 Entries = dict[str, Entry]

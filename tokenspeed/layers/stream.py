@@ -10,19 +10,34 @@ norm is left to the linear that reads it (`Normed`). Models are written against 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
-from tokenspeed.layers.linear import RowParallel
 from tokenspeed.layers.norm import RMSNorm
+
+Y = TypeVar("Y")
+Y_contra = TypeVar("Y_contra", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """The norm of x, [T, H], to be computed by the linear that reads it."""
+    """The norm of x, [T, H], to be computed by the linear or router that reads it."""
 
     x: torch.Tensor
     norm: RMSNorm
+
+
+class Out(Protocol[Y_contra]):
+    """The end of a sublayer: a linear, or the experts of a sparse layer."""
+
+    def __call__(self, y: Y_contra, /) -> torch.Tensor:
+        """What the stream gains, a new [T, H]."""
+        ...
+
+    def add_to(self, stream: torch.Tensor, y: Y_contra, /) -> None:
+        """stream [T, H] += the same, in place and without a launch of its own; only for few rows."""
+        ...
 
 
 class ResidualStream:
@@ -42,13 +57,13 @@ class ResidualStream:
         """The norm of everything added so far, as a linear of the next sublayer takes it."""
         return Normed(self._x, norm) if self._fuse else self.final(norm)
 
-    def add(self, linear: RowParallel, y: torch.Tensor) -> None:
-        """stream += linear(y), y [T, in_features]."""
+    def add(self, out: Out[Y], y: Y) -> None:
+        """stream += out(y); y is what the sublayer left for its end."""
         assert self._left_to_add is None, "a sublayer starts from normed()"
         if self._fuse:
-            linear.add_to(self._x, y)
+            out.add_to(self._x, y)
         else:
-            self._left_to_add = linear(y)
+            self._left_to_add = out(y)
 
     def keep(self, rows: torch.Tensor) -> None:
         """From now on the stream consists of these rows of it, [N] int64. Before the next `add`."""

@@ -46,6 +46,7 @@ class Fp8Weight:
     """
 
     qtype: str | None = None
+    is_raw = False
 
     def __init__(self, weight: SafetensorsWeight, scale: SafetensorsWeight, config: QuantizationConfig) -> None:
         self.name = weight.name

@@ -20,7 +20,7 @@ from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.checkpoint.gguf_file import read_gguf
 from tokenspeed.checkpoint.safetensors_file import read_safetensors
 from tokenspeed.config.model import ModelConfig
-from tokenspeed.loader.dummy_fp8 import dummy_weight
+from tokenspeed.loader.dummy_quantized import dummy_weight
 from tokenspeed.loader.fp8_weights import pair_fp8, without_kv_scales
 from tokenspeed.loader.gguf_names import CONFIG_TENSORS, query_or_key
 from tokenspeed.loader.weight_stream import WeightStream
@@ -73,8 +73,8 @@ def open_weights(checkpoint: Checkpoint, config: ModelConfig, model: Model, seed
         CheckpointError: a file that is missing, damaged or cut off, or the same tensor in two files.
     """
     if checkpoint.format == "config":
-        shapes = model.expected_shapes()
-        return [dummy_weight(name, shape, seed, config.quantization) for name, shape in shapes.items()]
+        shapes, raw = model.expected_shapes(), model.raw_names()
+        return [dummy_weight(name, shape, seed, config.quantization, name in raw) for name, shape in shapes.items()]
     weights: list[CheckpointWeight] = []
     if checkpoint.format == "gguf":
         for path in checkpoint.weight_files:
@@ -92,7 +92,9 @@ def open_weights(checkpoint: Checkpoint, config: ModelConfig, model: Model, seed
 def _safetensors_weights(checkpoint: Checkpoint, config: ModelConfig) -> list[CheckpointWeight]:
     stored = [SafetensorsWeight(path, entry) for path in checkpoint.weight_files for entry in read_safetensors(path)]
     stored = without_kv_scales(stored)
-    return [*stored] if config.quantization is None else pair_fp8(stored, config.quantization)
+    if config.quantization is None or config.quantization.method == "mxfp4":
+        return [*stored]
+    return pair_fp8(stored, config.quantization)
 
 
 def _gguf_weights(path: str, config: ModelConfig) -> list[CheckpointWeight]:
@@ -133,7 +135,13 @@ def match(
     ]
     if wrong:
         raise CheckpointError(f"{_some(wrong, 'wrong shape')}; expected by {_described(checkpoint)}")
+    raw = model.raw_names()
     unreadable = [f"{weight.where} has {weight.unreadable}" for _, weight in matched if weight.unreadable]
+    unreadable += [
+        f"{weight.where} holds {'bytes, expected numbers' if weight.is_raw else 'numbers, expected bytes (U8)'}"
+        for _, weight in matched
+        if weight.unreadable is None and weight.is_raw != (weight.name in raw)
+    ]
     if unreadable:
         raise CheckpointError(_some(unreadable, "unsupported type"))
     return matched

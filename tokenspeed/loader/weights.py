@@ -21,6 +21,7 @@ from tokenspeed.quantization.interface import CPU, WeightTensor
 
 _SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _E4M3 = "F8_E4M3"
+_BYTES = "U8"
 
 DUMMY_STD = 0.02
 DUMMY_BLOCK_ELEMENTS = 1048573
@@ -33,12 +34,14 @@ class CheckpointWeight(WeightTensor, Protocol):
     Fields:
         nbytes: bytes that reading takes from the file; for the progress bar.
         unreadable: why this tensor's type cannot be used, or None.
+        is_raw: it holds bytes (uint8), which `read` gives as they are; else numbers.
         span: where its bytes lie, or None when it has no file.
         stream: brings the bytes to a device other than the CPU; set by the loader.
     """
 
     nbytes: int
     unreadable: str | None
+    is_raw: bool
     stream: WeightStream | None
 
     @property
@@ -57,7 +60,8 @@ class SafetensorsWeight:
         self.shape = entry.shape
         self.nbytes = entry.nbytes
         self.unreadable: str | None = None
-        if entry.dtype not in _SAFETENSORS_DTYPES:
+        self.is_raw = entry.dtype == _BYTES
+        if entry.dtype not in _SAFETENSORS_DTYPES and not self.is_raw:
             self.unreadable = f"type {entry.dtype}, expected one of {', '.join(_SAFETENSORS_DTYPES)}"
         self.span = Span(path, entry.offset, entry.nbytes, self.where)
         self.is_e4m3 = entry.dtype == _E4M3
@@ -66,6 +70,9 @@ class SafetensorsWeight:
     def read(self, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
         """See `WeightTensor.read`. Converted on the device."""
         raw = _bytes(self.span, self.stream, device)
+        if self.is_raw:
+            assert dtype == torch.uint8, "bytes are not numbers"
+            return raw.view(self.shape)
         stored = torch.float8_e4m3fn if self.is_e4m3 else _SAFETENSORS_DTYPES[self._dtype]
         return raw.view(stored).view(self.shape).to(dtype)
 
@@ -82,6 +89,7 @@ class GGUFWeight:
             it applies to quantized bytes as well.
     """
 
+    is_raw = False
     stream: WeightStream | None = None
 
     def __init__(self, path: str, tensor: GGUFTensor, row_order: torch.Tensor | None) -> None:
@@ -131,6 +139,7 @@ class DummyWeight:
 
     qtype: str | None = None
     unreadable: str | None = None
+    is_raw = False
     span: Span | None = None
     stream: WeightStream | None = None
 
@@ -147,8 +156,7 @@ class DummyWeight:
         out = torch.empty(self.shape, dtype=dtype, device=device)
         if len(self.shape) == 1 and self.name.endswith("norm.weight"):
             return out.fill_(1.0)
-        digest = hashlib.sha256(f"{self._seed}/{self.name}".encode()).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        generator = self._generator(device)
         if device.type != "cpu":
             return out.normal_(0.0, DUMMY_STD, generator=generator)
         flat = out.view(-1)
@@ -158,6 +166,10 @@ class DummyWeight:
             piece = flat[start : start + DUMMY_BLOCK_ELEMENTS]
             piece.copy_(rounded[: piece.shape[0]])
         return out
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        digest = hashlib.sha256(f"{self._seed}/{self.name}".encode()).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
     def raw(self) -> torch.Tensor:
         """Never: dummy weights are not block-quantized."""

@@ -15,7 +15,7 @@ LoadRule = Callable[[WeightTensor], None]
 
 
 class Model(Protocol):
-    """A decoder. Built by its file's class as `Family(config, mesh, scheme, ops)` with nothing loaded."""
+    """A decoder. Built by its file's class as `registry.Build` says, with nothing loaded."""
 
     def load_rules(self) -> dict[str, LoadRule]:
         """HF tensor name -> what to do with it. Every name must come exactly once, or the loader reports it missing."""
@@ -27,6 +27,10 @@ class Model(Protocol):
         The loader compares it with the files' headers before it reads or allocates anything, and makes random weights
         from it.
         """
+        ...
+
+    def raw_names(self) -> frozenset[str]:
+        """Tensors that are read as bytes (uint8): blocks and scales of MXFP4 experts. All others hold numbers."""
         ...
 
     def ignorable(self, name: str) -> bool:

@@ -7,10 +7,10 @@ says so (`attention_bias` covers q, k, v and o; `mlp_bias`).
 from __future__ import annotations
 
 from tokenspeed.config.model import ModelConfig, RopeConfig
-from tokenspeed.models.dense import DenseDecoder
+from tokenspeed.models.decoder import Decoder
 
 
-class LlamaForCausalLM(DenseDecoder):
+class LlamaForCausalLM(Decoder):
     """The dense decoder as it is."""
 
 

@@ -6,20 +6,29 @@ from tokenspeed.attention.interface import AttentionBackend
 from tokenspeed.config.model import ModelConfig, RopeConfig
 from tokenspeed.distributed.mesh import Mesh
 from tokenspeed.kernels.ops import Ops
-from tokenspeed.models.dense import DenseDecoder
+from tokenspeed.models.decoder import Decoder
+from tokenspeed.moe.select import SelectedMoe
 from tokenspeed.protocol.errors import CheckpointError
 from tokenspeed.quantization.interface import Scheme
 
 
-class Qwen3ForCausalLM(DenseDecoder):
+class Qwen3ForCausalLM(Decoder):
     """Raises:
     CheckpointError: the config has no q and k norms, which every Qwen3 has.
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, scheme: Scheme, ops: Ops, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        scheme: Scheme,
+        ops: Ops,
+        backend: AttentionBackend,
+        moe: SelectedMoe | None = None,
+    ) -> None:
         if not config.qk_norm:
             raise CheckpointError("a Qwen3 config must have norms on q and k")
-        super().__init__(config, mesh, scheme, ops, backend)
+        super().__init__(config, mesh, scheme, ops, backend, moe)
 
 
 ARCHITECTURES = {"Qwen3ForCausalLM": Qwen3ForCausalLM}

@@ -12,10 +12,11 @@ from tokenspeed.config.model import ModelConfig
 from tokenspeed.distributed.mesh import Mesh
 from tokenspeed.kernels.ops import Ops
 from tokenspeed.models.interface import Model
+from tokenspeed.moe.select import SelectedMoe
 from tokenspeed.protocol.errors import CheckpointError
 from tokenspeed.quantization.interface import Scheme
 
-Build = Callable[[ModelConfig, Mesh, Scheme, Ops, AttentionBackend], Model]
+Build = Callable[[ModelConfig, Mesh, Scheme, Ops, AttentionBackend, SelectedMoe | None], Model]
 
 
 def discover() -> dict[str, Build]:
@@ -34,9 +35,17 @@ def examples() -> list[ModelConfig]:
 
 
 def build_model(
-    config: ModelConfig, mesh: Mesh, scheme: Scheme, ops: Ops, attention_backend: AttentionBackend
+    config: ModelConfig,
+    mesh: Mesh,
+    scheme: Scheme,
+    ops: Ops,
+    attention_backend: AttentionBackend,
+    moe: SelectedMoe | None = None,
 ) -> Model:
     """A model with nothing loaded.
+
+    Args:
+        moe: what runs the experts; required where the config has expert layers.
 
     Raises:
         CheckpointError: no family has this architecture (the message names those that exist), or the config contradicts
@@ -48,4 +57,4 @@ def build_model(
         raise CheckpointError(
             f"architecture {config.architecture!r} is not supported; supported are: {', '.join(sorted(families))}"
         )
-    return families[config.architecture](config, mesh, scheme, ops, attention_backend)
+    return families[config.architecture](config, mesh, scheme, ops, attention_backend, moe)

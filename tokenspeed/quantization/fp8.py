@@ -10,6 +10,8 @@ Activations: few rows are not quantized, many with one scale a token found at ru
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from tokenspeed.config.quantization import QuantizationConfig
@@ -132,6 +134,10 @@ class Fp8:
     def __init__(self, ops: Ops, config: QuantizationConfig | None) -> None:
         self._ops = ops
         self._config = config
+        self.quantizes = config is None
+        has_blocks = config is None or config.granularity == "block"
+        # Experts whose scales go by channel or tensor are widened: expert kernels know scales by block.
+        self.expert_format: Literal["dense", "mxfp4", "fp8_block"] = "fp8_block" if has_blocks else "dense"
         dtype = str(ops.dtype).removeprefix("torch.")
         came = "made from dense weights, by output row" if config is None else config.described
         if ops.fp8_linear is None:

@@ -70,3 +70,13 @@ def quantize(dense: torch.Tensor) -> Fp8Tensor:
     wide = dense.float()
     scale = (wide.abs().amax(dim=1) / E4M3_MAX).clamp_min(1e-12)
     return Fp8Tensor((wide / scale[:, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scale)
+
+
+def quantize_blocks(dense: torch.Tensor) -> Fp8Tensor:
+    """[out, in] -> e4m3 with a scale a block of 128 x 128: absmax / 448."""
+    rows, columns = dense.shape
+    padded = torch.nn.functional.pad(dense.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
+    scale = (blocks.abs().amax(dim=(1, 3)) / E4M3_MAX).clamp_min(1e-12)
+    scaled = (blocks / scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
+    return Fp8Tensor(scaled.view(padded.shape)[:rows, :columns].to(E4M3), scale)

@@ -8,6 +8,8 @@ types, and types that `block_linear` does not take, are dense only.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from tokenspeed.kernels.ops import BlockLinear, Ops
@@ -63,6 +65,8 @@ class GGUF:
     """Satisfies `Scheme`: every layer is a `GGUFMethod`."""
 
     name = "gguf"
+    expert_format: Literal["dense", "mxfp4", "fp8_block"] = "dense"
+    quantizes = False
 
     def __init__(self, ops: Ops, block_linear: BlockLinear, reason: str) -> None:
         self._ops = ops

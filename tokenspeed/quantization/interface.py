@@ -8,7 +8,7 @@ thread and under graph capture.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -121,10 +121,14 @@ class Scheme(Protocol):
     Fields:
         name: for the log and the command line.
         reason: why it was chosen and what it does with the weights, in words.
+        expert_format: how the experts of sparse layers are kept; see `moe.interface.ExpertFormat`.
+        quantizes: dense weights are quantized while they load.
     """
 
     name: str
     reason: str
+    expert_format: Literal["dense", "mxfp4", "fp8_block"]
+    quantizes: bool
 
     def declare(self, shape: LinearShape) -> LinearMethod:
         """A method for one layer; allocates nothing large before the first load."""

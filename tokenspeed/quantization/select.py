@@ -28,6 +28,9 @@ def scheme_for(config: ModelConfig, ops: Ops, quantize: Literal["fp8"] | None = 
         ConfigError: the checkpoint's quantization method is not one that this version reads.
     """
     dtype = str(ops.dtype).removeprefix("torch.")
+    if config.quantization is not None and config.quantization.method == "mxfp4":
+        reason = f"experts stay in E2M1 with a scale for 32 values, as the checkpoint has them; all else is {dtype}"
+        return Unquantized(ops, reason, "mxfp4")
     if config.quantization is not None or quantize is not None:
         return Fp8(ops, config.quantization)
     if config.qtype is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from tokenspeed.kernels.ops import Ops
@@ -120,13 +122,21 @@ class DenseMethod:
 
 
 class Unquantized:
-    """Satisfies `Scheme`: every layer is a `DenseMethod`."""
+    """Satisfies `Scheme`: every linear is a `DenseMethod`.
+
+    Args:
+        expert_format: how experts are kept, as the checkpoint has them.
+    """
 
     name = "unquantized"
+    quantizes = False
 
-    def __init__(self, ops: Ops, reason: str) -> None:
+    def __init__(self, ops: Ops, reason: str, expert_format: Literal["dense", "mxfp4"] = "dense") -> None:
         self._ops = ops
         self.reason = reason
+        self.expert_format: Literal["dense", "mxfp4", "fp8_block"] = expert_format
+        if expert_format == "mxfp4":
+            self.name = "mxfp4"
 
     def declare(self, shape: LinearShape) -> DenseMethod:
         """See `Scheme.declare`."""

@@ -18,7 +18,9 @@ from tokenspeed.loader.fp8_weights import read_kv_scales
 from tokenspeed.loader.load import load_model
 from tokenspeed.models.interface import Model
 from tokenspeed.models.registry import build_model
+from tokenspeed.moe.select import SelectedMoe, moe_need, select_moe
 from tokenspeed.observability.startup import startup_phase
+from tokenspeed.quantization.interface import Scheme
 from tokenspeed.quantization.select import scheme_for
 from tokenspeed.runner.kv_pool import allocate
 
@@ -53,10 +55,11 @@ def load(config: EngineConfig) -> LoadedModel:
     ops, report = select_ops(Need(torch.device(config.device), DTYPES[config.dtype], kv_dtype))
     backend, backend_report = select_backend(_attention_need(config), config.attention_backend, ops)
     scheme = scheme_for(model_config, ops, config.quantize_on_load)
-    report += [*backend_report, f"weights: {scheme.name} ({scheme.reason})"]
+    moe, moe_report = _experts(config, scheme, ops)
+    report += [*backend_report, *moe_report, f"weights: {scheme.name} ({scheme.reason})"]
     with torch.inference_mode():
         with startup_phase("weights.allocate"):
-            model = build_model(model_config, SINGLE, scheme, ops, backend)
+            model = build_model(model_config, SINGLE, scheme, ops, backend, moe)
         load_model(model, config.checkpoint, model_config, seed=config.seed)
     return LoadedModel(model, ops, backend, report)
 
@@ -76,10 +79,21 @@ def bind_pool(config: EngineConfig, loaded: LoadedModel, groups: list[GroupSpec]
     loaded.model.bind_kv(list(pages))
 
 
+def _experts(config: EngineConfig, scheme: Scheme, ops: Ops) -> tuple[SelectedMoe | None, list[str]]:
+    """What runs the experts and the lines for the log; nothing in a dense model."""
+    if config.model.moe is None:
+        return None, []
+    need = moe_need(config.model, SINGLE, scheme.expert_format, ops, _capability(config))
+    return select_moe(need, config.moe_backend, ops)
+
+
+def _capability(config: EngineConfig) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if config.device == "cuda" else None
+
+
 def _attention_need(config: EngineConfig) -> AttentionNeed:
     """What one backend must do for all layers: a window counts if any layer has one."""
     windows = [window for window in config.model.layer_windows if window is not None]
-    capability = torch.cuda.get_device_capability() if config.device == "cuda" else None
     return AttentionNeed(
         device=config.device,
         dtype=DTYPES[config.dtype],
@@ -90,5 +104,5 @@ def _attention_need(config: EngineConfig) -> AttentionNeed:
         window=min(windows, default=None),
         has_sinks=config.model.attention_sinks,
         kv_dtype=DTYPES[config.kv_cache_dtype],
-        capability=capability,
+        capability=_capability(config),
     )

@@ -1,14 +1,17 @@
-"""The dense pre-norm decoder that Llama, Qwen2 and Qwen3 share; what differs between them is in `ModelConfig`.
+"""The pre-norm decoder that all families share; what differs between them is in `ModelConfig`.
 
     x = embed(ids)
     every layer:  x += attention(norm(x));  x += mlp(norm(x))
     hidden = norm(x);  scores = head(hidden)
 
+The MLP of a layer is dense or sparse (experts), as the config says.
 The residual stream fuses additions and norms with their neighbours, so the decode path consists of ops and views only
 and can be recorded into a step graph.
 """
 
 from __future__ import annotations
+
+from typing import Any, Protocol
 
 import torch
 
@@ -21,11 +24,25 @@ from tokenspeed.layers.attention import Attention
 from tokenspeed.layers.embedding import Vocabulary
 from tokenspeed.layers.entry import Entries, Layer, join
 from tokenspeed.layers.mlp import GatedMLP
+from tokenspeed.layers.moe import SparseMLP
 from tokenspeed.layers.norm import RMSNorm
 from tokenspeed.layers.rotary import Rotary
-from tokenspeed.layers.stream import ResidualStream
+from tokenspeed.layers.stream import Normed, Out, ResidualStream
 from tokenspeed.models.interface import LoadRule
+from tokenspeed.moe.select import SelectedMoe
 from tokenspeed.quantization.interface import Scheme
+
+
+class FeedForward(Layer, Protocol):
+    """What `GatedMLP` and `SparseMLP` have in common; what passes from the call to `out` is their own affair."""
+
+    @property
+    def out(self) -> Out[Any]: ...
+
+    @property
+    def max_fused_rows(self) -> int: ...
+
+    def __call__(self, x: torch.Tensor | Normed) -> Any: ...
 
 
 class DecoderLayer:
@@ -38,6 +55,7 @@ class DecoderLayer:
         scheme: Scheme,
         ops: Ops,
         backend: AttentionBackend,
+        moe: SelectedMoe | None,
         rotary: Rotary,
         layer: int,
     ) -> None:
@@ -46,7 +64,12 @@ class DecoderLayer:
         self.input_norm = RMSNorm(config.hidden_size, eps, ops, f"{prefix}.input_layernorm")
         self.attention = Attention(config, mesh, scheme, ops, backend, rotary, layer, f"{prefix}.self_attn")
         self.post_norm = RMSNorm(config.hidden_size, eps, ops, f"{prefix}.post_attention_layernorm")
-        self.mlp = GatedMLP(config, mesh, scheme, ops, f"{prefix}.mlp")
+        self.mlp: FeedForward
+        if config.moe is None or layer in config.moe.dense_layers:
+            self.mlp = GatedMLP(config, mesh, scheme, ops, f"{prefix}.mlp")
+        else:
+            assert moe is not None, "a model with expert layers is built with a MoE backend"
+            self.mlp = SparseMLP(config, mesh, scheme, ops, moe, f"{prefix}.mlp")
         self._parts: tuple[Layer, ...] = (self.input_norm, self.attention, self.post_norm, self.mlp)
 
     def entries(self) -> Entries:
@@ -58,7 +81,7 @@ class DecoderLayer:
 
     @property
     def max_fused_rows(self) -> int:
-        """Rows up to which every linear of the layer can fuse with its neighbours."""
+        """Rows up to which the whole layer can fuse with its neighbours."""
         return min(self.attention.max_fused_rows, self.mlp.max_fused_rows)
 
     def __call__(
@@ -74,17 +97,30 @@ class DecoderLayer:
             attended = attended[wanted]
             stream.keep(wanted)
         stream.add(self.attention.out, attended)
-        stream.add(self.mlp.down, self.mlp(stream.normed(self.post_norm)))
+        stream.add(self.mlp.out, self.mlp(stream.normed(self.post_norm)))
 
 
-class DenseDecoder:
-    """Satisfies `Model`. Families subclass it to state their name and to check what their config must say."""
+class Decoder:
+    """Satisfies `Model`. Families subclass it to state their name and to check what their config must say.
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, scheme: Scheme, ops: Ops, backend: AttentionBackend) -> None:
+    Args:
+        moe: what runs the experts; None in a model without expert layers.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        scheme: Scheme,
+        ops: Ops,
+        backend: AttentionBackend,
+        moe: SelectedMoe | None = None,
+    ) -> None:
         self._vocabulary = Vocabulary(config, mesh, scheme, ops, "model.embed_tokens", "lm_head")
         self._rotary = Rotary(config, ops.device)
         self._layers = [
-            DecoderLayer(config, mesh, scheme, ops, backend, self._rotary, layer) for layer in range(config.num_layers)
+            DecoderLayer(config, mesh, scheme, ops, backend, moe, self._rotary, layer)
+            for layer in range(config.num_layers)
         ]
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, "model.norm")
         self._parts: tuple[Layer, ...] = (self._vocabulary, *self._layers, self._norm)
@@ -98,6 +134,10 @@ class DenseDecoder:
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `Model.expected_shapes`."""
         return {name: entry.shape for name, entry in self._entries.items()}
+
+    def raw_names(self) -> frozenset[str]:
+        """See `Model.raw_names`."""
+        return frozenset(name for name, entry in self._entries.items() if entry.is_raw)
 
     def ignorable(self, name: str) -> bool:
         """Rotary tables of old checkpoints, and the head of a tied model."""

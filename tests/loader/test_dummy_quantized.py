@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenspeed.config.quantization import QuantizationConfig
-from tokenspeed.loader.dummy_fp8 import DummyFp8Weight, dummy_weight
+from tokenspeed.loader.dummy_quantized import DummyFp8Weight, dummy_weight
 from tokenspeed.loader.weights import DummyWeight
 from tokenspeed.quantization.fp8_format import Fp8Source
 

@@ -1,0 +1,86 @@
+"""Which backend runs the experts: the flag, the choice, and what a user hears who asks for what cannot be had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tokenspeed.config import moe_choices
+from tokenspeed.config.args import EngineArgs, parse_args
+from tokenspeed.distributed.mesh import SINGLE, Axis, Mesh
+from tokenspeed.kernels.registry import Need, select_ops
+from tokenspeed.models.gpt_oss import EXAMPLE
+from tokenspeed.moe.interface import Activation, MoeNeed
+from tokenspeed.moe.select import BACKENDS, moe_need, select_moe
+from tokenspeed.protocol.errors import ConfigError
+
+OPS, _ = select_ops(Need(torch.device("cpu"), torch.float32))
+NEED = moe_need(EXAMPLE, SINGLE, "mxfp4", OPS, None)
+
+
+def test_need_says_what_the_config_says() -> None:
+    assert MoeNeed("cpu", torch.float32, 4, 2, 64, 96, "mxfp4", True, Activation(7.0, 1.702), None) == NEED
+    assert moe_need(EXAMPLE, Mesh(tp=Axis(1, 2)), "dense", OPS, None).intermediate_size == 48
+    with pytest.raises(ConfigError, match="intermediate size of an expert is 96, which 5 ranks"):
+        moe_need(EXAMPLE, Mesh(tp=Axis(0, 5)), "dense", OPS, None)
+
+
+def test_auto_takes_what_runs_here_and_says_why_not_the_others() -> None:
+    selected, report = select_moe(NEED, "auto", OPS)
+    assert selected.backend.name == "torch"
+    assert selected.need is NEED
+    assert report == ["experts: torch, 4 a layer, 2 a token, kept in MXFP4 (not triton: it needs an NVIDIA GPU)"]
+
+
+def test_asked_for() -> None:
+    selected, report = select_moe(NEED, "torch", OPS)
+    assert selected.backend.name == "torch"
+    assert "torch (asked for)" in report[0]
+
+
+def test_a_choice_that_cannot_run_names_what_would() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--moe-backend triton cannot run on cpu: .*NVIDIA.*; use one of: auto, torch"
+    ):
+        select_moe(NEED, "triton", OPS)
+    with pytest.raises(ConfigError, match=r"there is no backend of this name; use one of: auto, torch"):
+        select_moe(NEED, "no_such", OPS)
+
+
+def test_no_kernels_for_the_device() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no MoE backend can serve the experts of this model on cpu: .*no expert kernel"
+    ):
+        select_moe(NEED, "auto", replace(OPS, experts=None))
+
+
+@pytest.mark.parametrize("name", moe_choices.WITHOUT_IMPLEMENTATION)
+def test_names_of_the_contract_are_known(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--moe-backend {name}"):
+        EngineArgs(moe_backend=name)
+    with pytest.raises(ConfigError, match="use one of: auto, torch"):
+        select_moe(NEED, name, OPS)
+
+
+def test_gluon_petit_is_for_one_gpu_and_few_tokens() -> None:
+    with pytest.raises(ConfigError, match=r"gfx950.*1024 tokens"):
+        parse_args(["--moe-backend", "gluon_petit"])
+
+
+def test_the_flag_names_every_backend() -> None:
+    assert {*moe_choices.CPU_BACKENDS, *moe_choices.GPU_BACKENDS} == {backend.name for backend in BACKENDS}
+
+
+@pytest.mark.parametrize(("device", "there", "here"), [("cpu", "triton", "torch"), ("cuda", "torch", "triton")])
+def test_flag_of_another_device(device, there: str, here: str) -> None:
+    moe_choices.check_device("auto", device, False)
+    moe_choices.check_device(here, device, True)
+    with pytest.raises(ConfigError, match=f"--moe-backend {there} does not run on .*use one of: auto, {here}"):
+        moe_choices.check_device(there, device, True)
+
+
+def test_a_model_without_experts_refuses_the_flag() -> None:
+    with pytest.raises(ConfigError, match="--moe-backend is torch, but this model has no expert layers"):
+        moe_choices.check_device("torch", "cpu", False)

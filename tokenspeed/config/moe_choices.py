@@ -1,0 +1,44 @@
+"""The names that `--moe-backend` takes: those of the public contract, and `torch`, our own on a CPU.
+
+Names only, so that command line and documentation need no torch; whether a backend can serve a model is for
+`moe.select` to say.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tokenspeed.protocol.errors import ConfigError
+
+AUTO = "auto"
+CPU_BACKENDS = ("torch",)
+GPU_BACKENDS = ("triton",)
+
+_NO_GLUON = "its kernels are for AMD gfx950 GPUs, which are not supported yet"
+_NO_ADAPTER = "there is no adapter to its kernels yet"
+_NO_BLACKWELL = "its kernels are for NVIDIA Blackwell GPUs, and there is no adapter to them yet"
+WITHOUT_IMPLEMENTATION = {
+    "gluon": _NO_GLUON,
+    "gluon_petit": f"{_NO_GLUON}; there it takes at most 1024 tokens a GPU",
+    "marlin": "there is no adapter to its kernels, which have no biases and so cannot serve GPT-OSS",
+    "flashinfer_trtllm": _NO_BLACKWELL,
+    "flashinfer_cutlass": _NO_ADAPTER,
+    "flashinfer_cutedsl": _NO_BLACKWELL,
+    "deep_gemm": _NO_ADAPTER,
+    "mega_moe": "it belongs to DeepSeek V4, which is not served yet",
+}
+"""Names of the public contract that have no implementation here: name -> reason."""
+
+
+def check_device(choice: str, device: Literal["cpu", "cuda"], has_experts: bool) -> None:
+    """
+    Raises:
+        ConfigError: the backend is for another kind of device (names those for this one), or for no layer of the model.
+    """
+    if choice == AUTO:
+        return
+    if not has_experts:
+        raise ConfigError(f"--moe-backend is {choice}, but this model has no expert layers; leave the flag out")
+    here, where = (CPU_BACKENDS, "a CPU") if device == "cpu" else (GPU_BACKENDS, "a GPU")
+    if choice not in here:
+        raise ConfigError(f"--moe-backend {choice} does not run on {where}; use one of: {', '.join((AUTO, *here))}")

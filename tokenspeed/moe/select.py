@@ -1,0 +1,98 @@
+"""Which backend runs a model's experts, and why not the others.
+
+`auto` takes our own kernels. Names of the public contract that have no adapter are known by name, so that a user who
+asks for one hears the reason instead of "unknown".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenspeed.config.model import ModelConfig
+from tokenspeed.config.moe_choices import AUTO, WITHOUT_IMPLEMENTATION
+from tokenspeed.distributed.mesh import Mesh
+from tokenspeed.kernels.ops import Ops
+from tokenspeed.moe.interface import Activation, ExpertFormat, MoeBackend, MoeNeed
+from tokenspeed.moe.torch import TorchMoeBackend
+from tokenspeed.moe.triton import TritonMoeBackend
+from tokenspeed.protocol.errors import ConfigError
+
+BACKENDS: tuple[type[TritonMoeBackend] | type[TorchMoeBackend], ...] = (TritonMoeBackend, TorchMoeBackend)
+"""In order of preference."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedMoe:
+    """A backend and the need that it was chosen for: what an expert layer is built with."""
+
+    backend: MoeBackend
+    need: MoeNeed
+
+
+def moe_need(
+    config: ModelConfig, mesh: Mesh, format: ExpertFormat, ops: Ops, capability: tuple[int, int] | None
+) -> MoeNeed:
+    """What one rank asks of a backend. `config` has expert layers; `format`: how the scheme keeps their matrices.
+
+    Raises:
+        ConfigError: the ranks cannot share the experts' columns evenly.
+    """
+    moe = config.moe
+    assert moe is not None, "a model without expert layers needs no MoE backend"
+    first, last = mesh.tp.split(moe.intermediate_size, "the intermediate size of an expert")
+    return MoeNeed(
+        device=ops.device.type,
+        dtype=ops.dtype,
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        hidden_size=config.hidden_size,
+        intermediate_size=last - first,
+        format=format,
+        has_bias=moe.expert_bias,
+        activation=Activation(moe.limit, moe.alpha),
+        capability=capability,
+    )
+
+
+def select_moe(need: MoeNeed, choice: str, ops: Ops) -> tuple[SelectedMoe, list[str]]:
+    """The backend for a need, and the lines for the log.
+
+    Args:
+        choice: a backend's name, or `auto`.
+    Raises:
+        ConfigError: the choice is unknown or cannot serve the need (the message names what would), or nothing can.
+    """
+    reasons = {backend.name: backend.why_not(need) or _without_op(need, ops) for backend in BACKENDS}
+    usable = [backend for backend in BACKENDS if reasons[backend.name] is None]
+    lost = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
+    if choice != AUTO:
+        chosen = next((backend for backend in usable if backend.name == choice), None)
+        if chosen is not None:
+            return SelectedMoe(chosen(ops), need), [f"experts: {choice} (asked for), {_described(need)}"]
+        reason = WITHOUT_IMPLEMENTATION.get(choice) or reasons.get(choice) or "there is no backend of this name"
+        if not usable:
+            raise ConfigError(f"--moe-backend {choice}: {reason}; no backend can serve these experts: {lost}")
+        would = ", ".join([AUTO, *(backend.name for backend in usable)])
+        raise ConfigError(f"--moe-backend {choice} cannot run on {need.device}: {reason}; use one of: {would}")
+    if not usable:
+        raise ConfigError(f"no MoE backend can serve the experts of this model on {need.device}: {lost}")
+    winner = usable[0]
+    note = "" if winner.note is None else f"; {winner.note}"
+    return SelectedMoe(winner(ops), need), [f"experts: {winner.name}, {_described(need)} (not {lost}){note}"]
+
+
+def _without_op(need: MoeNeed, ops: Ops) -> str | None:
+    if ops.experts is None or ops.route is None:
+        return f"there are no expert kernels for {need.device} in {_name(need.dtype)}"
+    return ops.experts.why_not(need)
+
+
+def _described(need: MoeNeed) -> str:
+    kept = {"dense": _name(need.dtype), "mxfp4": "MXFP4", "fp8_block": "e4m3 with a scale a block of 128 x 128"}
+    return f"{need.num_experts} a layer, {need.top_k} a token, kept in {kept[need.format]}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,28 @@
+"""Our own expert kernels on an NVIDIA GPU: the `experts` op."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from tokenspeed.kernels.ops import Ops
+from tokenspeed.moe.interface import Experts, ExpertWeights, MoeNeed
+
+
+class TritonMoeBackend:
+    """Satisfies `MoeBackend`."""
+
+    name: ClassVar[str] = "triton"
+    note: ClassVar[str | None] = None
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+
+    @staticmethod
+    def why_not(need: MoeNeed) -> str | None:
+        """See `MoeBackend.why_not`."""
+        return None if need.device == "cuda" else "it needs an NVIDIA GPU"
+
+    def pack(self, weights: ExpertWeights, need: MoeNeed) -> Experts:
+        """See `MoeBackend.pack`."""
+        assert self._ops.experts is not None, "selected without kernels"
+        return self._ops.experts.pack(weights, need)
