@@ -141,6 +141,23 @@ CASES = (
     Case("uniqueItems", {"type": "array", "uniqueItems": True}, refused="uniqueItems"),
     Case("contains", {"type": "array", "contains": INT}, refused="keyword contains"),
     Case("anyOf", {"anyOf": [INT, STR]}, (1, "a"), (None, [])),
+    # The bug: a branch that no value can obey made the whole schema a 400, or the library failed on it.
+    Case("anyOf with an empty range", {"anyOf": [{**INT, "minimum": 3, "maximum": 2}, STR]}, ("a",), (2, 3)),
+    Case("anyOf with empty lengths", {"anyOf": [{**STR, "minLength": 3, "maxLength": 2}, INT]}, (1,), ("abc",)),
+    Case("anyOf with an empty object", {"anyOf": [
+        {**obj(("a",), a=INT), "maxProperties": 0}, {**obj(a=INT), "additionalProperties": False, "minProperties": 2},
+        obj(("z",), a=INT, z={**INT, "exclusiveMinimum": 3, "exclusiveMaximum": 4}), INT]}, (1,), ({"a": 1}, {"z": 3})),
+    Case("anyOf with an empty array", {"anyOf": [
+        {"type": "array", "prefixItems": [INT], "items": False, "minItems": 2}, INT]}, (1,), ([1], [1, 1])),
+    Case("anyOf with an empty $ref", {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "array", "items": INT}],
+        "$defs": {"a": obj(("b",), b={"$ref": "#/$defs/c"}), "c": {**INT, "minimum": 3, "maximum": 2}}},
+        ([1],), ({"b": 3},)),
+    Case("anyOf that contradicts its siblings", {"type": "string", "anyOf": [INT, {"maxLength": 1}]},
+        ("a",), (1, "ab")),
+    Case("several types, one empty", {"type": ["integer", "null"], "minimum": 3, "maximum": 2}, (None,), (2, 3)),
+    Case("anyOf of nothing but empty ranges",
+        {"anyOf": [{**INT, "minimum": 3, "maximum": 2}, {"enum": [1], "type": "string"}]},
+        refused="#/anyOf/0: no integer fits minimum 3"),
     Case("anyOf beside keywords", {**obj(a=INT, b=INT), "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
          ({"a": 1}, {"b": 1}), ({},)),
     Case("oneOf of types", {"oneOf": [INT, STR]}, (1, "a"), (None,)),

@@ -11,6 +11,7 @@ from grammar_support import CASES, Case, byte_backend, compact, compiled, takes
 from tokenspeed.grammar import json_schema
 from tokenspeed.grammar.interface import GrammarError, GrammarOptions
 from tokenspeed.grammar.json_schema import rewrite_schema
+from tokenspeed.grammar.schema_types import MAX_ENUM
 from tokenspeed.grammar.select import BACKENDS
 from tokenspeed.protocol.errors import InvalidRequest
 
@@ -64,7 +65,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(case: Case):
 @pytest.mark.parametrize(
     ("schema", "limit"),
     [
-        ({"enum": list(range(json_schema.MAX_ENUM + 1))}, "the limit is 1000"),
+        ({"enum": list(range(MAX_ENUM + 1))}, "the limit is 1000"),
         ({"properties": {f"p{i}": {} for i in range(json_schema.MAX_PROPERTIES + 1)}}, "the limit is 256"),
         ({"anyOf": [{"type": "array", "items": {"anyOf": [{}] * 80}}] * 80}, "more than 4000 schemas"),
         ({"description": "x" * json_schema.MAX_SCHEMA_CHARS}, "longer than"),
@@ -123,3 +124,14 @@ def test_layout(library: str):
     fixed = compiled(byte_backend(library, GrammarOptions(any_whitespace=False)), "json_schema", text)
     assert not takes(fixed, '{\n  "a": 1\n}')
     assert takes(fixed, '{"a": 1}') or takes(fixed, '{"a":1}')
+
+
+def test_references_of_a_branch_that_is_left_out_are_left_out():
+    """A definition that only an empty branch needs may be empty itself; a chain of references stays linear."""
+    empty = {"type": "integer", "minimum": 3, "maximum": 2}
+    branch = {"type": "object", "properties": {"a": {"$ref": "#/$defs/e"}}, "required": ["a"]}
+    done = rewrite_schema({"anyOf": [branch, {"$ref": "#/$defs/i"}], "$defs": {"e": empty, "i": {"minimum": 1}}}, "x")
+    assert list(done["$defs"].values()) == [{"type": "number", "minimum": 1}]
+    links = {f"n{i}": {"anyOf": [{"$ref": f"#/$defs/n{i + 1}"}, {"type": "null"}]} for i in range(1000)}
+    long = {"$ref": "#/$defs/n0", "$defs": {**links, "n1000": {"type": "integer"}}}
+    assert len(rewrite_schema(long, "x")["$defs"]) == 1001

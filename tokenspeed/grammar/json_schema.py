@@ -10,34 +10,35 @@ named are not made up (as in OpenAI's strict mode), a pattern matches the whole 
 from __future__ import annotations
 
 import json
-import math
-from fractions import Fraction
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
 from tokenspeed.grammar.budget import Budget
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.name_pattern import NamePattern
-from tokenspeed.grammar.patterns import check_pattern
 from tokenspeed.grammar.schema_disjoint import are_disjoint
-from tokenspeed.grammar.schema_merge import ANNOTATIONS, Schema, merge, same_json, type_names
+from tokenspeed.grammar.schema_merge import ANNOTATIONS, EmptySchema, Schema, merge
+from tokenspeed.grammar.schema_types import (
+    ARRAY_KEYWORDS,
+    FAMILIES,
+    NUMBER_KEYWORDS,
+    OBJECT_KEYWORDS,
+    STRING_KEYWORDS,
+    check_count,
+    check_order,
+    number_of,
+    string_of,
+    types_of,
+    values_of,
+    whole,
+)
 from tokenspeed.protocol.errors import InvalidRequest
 
 MAX_SCHEMA_CHARS = 128 << 10
 MAX_DEPTH = 48
 MAX_NODES = 4000
 MAX_PROPERTIES = 256  # of one object: a mask of thousands of optional ones takes seconds
-MAX_ENUM = 1000
-MAX_DECIMALS = 6  # of a number between bounds
-MAX_NUMBER = 2**63 - 1  # in bounds and lengths: what the libraries read numbers into
-
-FORMATS = frozenset(
-    (
-        "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uri-reference",
-        "uri-template", "uuid", "json-pointer", "relative-json-pointer",
-    )
-)  # fmt: skip
-"""Formats that are enforced; another is an annotation, as the standard has it, and says nothing."""
 
 UNSUPPORTED = {
     "not": "say what is allowed instead",
@@ -56,17 +57,8 @@ UNSUPPORTED = {
 }
 """Keywords that are refused wherever they stand, and what to do instead."""
 
-_STRING = ("minLength", "maxLength", "pattern", "format")
-_NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_ARRAY = ("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "unevaluatedItems")
-_OBJECT = (
-    "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
-    "maxProperties", "unevaluatedProperties",
-)  # fmt: skip
-FAMILIES = {"string": _STRING, "number": _NUMBER, "integer": _NUMBER, "array": _ARRAY, "object": _OBJECT}
-_TYPES = frozenset(("string", "number", "integer", "array", "object", "boolean", "null"))
 _COMBINERS = ("anyOf", "oneOf", "allOf", "$ref", "enum", "const")
-_KNOWN = frozenset(("type", *_COMBINERS, *_STRING, *_NUMBER, *_ARRAY, *_OBJECT))
+_KNOWN = frozenset(("type", *_COMBINERS, *STRING_KEYWORDS, *NUMBER_KEYWORDS, *ARRAY_KEYWORDS, *OBJECT_KEYWORDS))
 
 
 def rewrite_schema(schema: Any, param: str, root: str = "#") -> Schema:
@@ -101,7 +93,8 @@ class _Rewriter:
         self._names: dict[str, str] = {}  # pointer -> name in $defs
         self._pointers: dict[str, str] = {}  # the rewritten $ref -> pointer
         self._budget = Budget()
-        self._waiting: list[str] = []
+        self._targets: dict[str, Schema | EmptySchema] = {}  # pointer -> rewritten, or why nothing obeys it
+        self._outer_depth = 0  # of the references that the schema under work is reached by
         self._num_nodes = 0
 
     def run(self) -> Schema:
@@ -109,12 +102,13 @@ class _Rewriter:
         if result is False:
             raise GrammarError("the JSON schema allows no value at all")
         definitions: Schema = {}
-        while self._waiting:
-            pointer = self._waiting.pop()
-            node = self._node(self._resolve(pointer, pointer), pointer, 0)
-            if node is False:
-                raise GrammarError(f"{pointer}: it is referred to, but allows no value")
-            definitions[self._names[pointer]] = node
+        waiting = list(self._references(result))
+        while waiting:
+            pointer = waiting.pop()
+            if self._names[pointer] not in definitions:
+                self._check_target(pointer, 0)
+                target = definitions[self._names[pointer]] = self._targets[pointer]
+                waiting += self._references(target)
         return {**result, "$defs": definitions} if definitions else result
 
     def _node(self, node: Any, where: str, depth: int) -> Any:
@@ -136,11 +130,13 @@ class _Rewriter:
             if depth > MAX_DEPTH:
                 raise GrammarError(f"{where}: allOf or $ref leads back to itself")
         if "$ref" in node:
-            return {"$ref": self._reference(node["$ref"], where)}
+            reference = self._reference(node["$ref"], where)
+            self._check_target(self._pointers[reference], depth)
+            return {"$ref": reference}
         if "anyOf" in node or "oneOf" in node:
             return self._alternatives(node, where, depth)
         if "enum" in node or "const" in node:
-            return _values(node, where)
+            return values_of(node, where)
         return self._typed(node, where, depth)
 
     def _count_node(self) -> None:
@@ -174,7 +170,6 @@ class _Rewriter:
             target = self._resolve(pointer, where)
         if pointer not in self._names:
             self._names[pointer] = f"d{len(self._names)}"
-            self._waiting.append(pointer)
         reference = f"{self._root}/$defs/{self._names[pointer]}"
         self._pointers[reference] = pointer
         return reference
@@ -212,21 +207,55 @@ class _Rewriter:
         if not isinstance(branches, list) or not branches:
             raise GrammarError(f"{where}/{key}: a list of schemas is expected")
         rest = {name: value for name, value in node.items() if name != key}
-        done = []
+        done, empty = [], []
         for place, branch in enumerate(branches):
             at = f"{where}/{key}/{place}"
             if rest and branch is not True and branch is not False:
                 branch = {"allOf": [rest, branch]}
             elif rest and branch is True:
                 branch = rest
-            rewritten = self._node(branch, at, depth + 1)
+            try:
+                rewritten = self._node(branch, at, depth + 1)
+            except EmptySchema as error:
+                empty.append(error)
+                continue
             if rewritten is not False:
                 done.append(rewritten)
+        if not done and empty:
+            raise empty[0]
         if not done:
             return False
         if key == "oneOf":
             self._check_disjoint(done, where)
         return done[0] if len(done) == 1 else {"anyOf": done}
+
+    def _check_target(self, pointer: str, depth: int) -> None:
+        """Rewrite what a reference points to, to raise EmptySchema where the reference stands when nothing obeys it."""
+        if pointer not in self._targets and self._outer_depth + depth <= MAX_DEPTH:
+            self._targets[pointer] = {}  # meanwhile, for references back to it
+            self._outer_depth += depth + 1
+            try:
+                self._targets[pointer] = self._target(pointer)
+            except EmptySchema as error:
+                self._targets[pointer] = error
+            self._outer_depth -= depth + 1
+        target = self._targets.get(pointer)
+        if isinstance(target, EmptySchema):
+            raise target
+
+    def _target(self, pointer: str) -> Schema:
+        node = self._node(self._resolve(pointer, pointer), pointer, 0)
+        if node is False:
+            raise EmptySchema(f"{pointer}: it is referred to, but allows no value")
+        assert isinstance(node, dict)
+        return node
+
+    def _references(self, node: Any) -> Iterator[str]:
+        """The pointers that a rewritten schema refers to."""
+        for child in node if isinstance(node, list) else node.values() if isinstance(node, dict) else ():
+            yield from self._references(child)
+        if isinstance(node, dict) and node.get("$ref") in self._pointers:
+            yield self._pointers[node["$ref"]]
 
     def _check_disjoint(self, branches: list[Schema], where: str) -> None:
         """Any match is the only match when no value can match two branches."""
@@ -247,22 +276,26 @@ class _Rewriter:
     # ---- one type -------------------------------------------------------------------------------------------------
 
     def _typed(self, node: Schema, where: str, depth: int) -> Any:
-        types = _types_of(node, where)
+        types = types_of(node, where)
         if types is None:
             return {}
-        if len(types) > 1:
-            branches = [self._one_type(name, node, where, depth) for name in types]
-            branches = [branch for branch in branches if branch is not False]
-            return {"anyOf": branches} if len(branches) > 1 else branches[0] if branches else False
-        return self._one_type(types[0], node, where, depth)
+        branches, empty = [], []
+        for name in types:
+            try:
+                branches.append(self._one_type(name, node, where, depth))
+            except EmptySchema as error:
+                empty.append(error)
+        if not branches:
+            raise empty[0]
+        return {"anyOf": branches} if len(branches) > 1 else branches[0]
 
-    def _one_type(self, name: str, node: Schema, where: str, depth: int) -> Any:
+    def _one_type(self, name: str, node: Schema, where: str, depth: int) -> Schema:
         own = {key: value for key, value in node.items() if key in FAMILIES.get(name, ())}
         match name:
             case "string":
-                own = _string(own, where)
+                own = string_of(own, where)
             case "number" | "integer":
-                own = _number(own, name, where)
+                own = number_of(own, name, where)
             case "array":
                 own = self._array(own, where, depth)
             case "object":
@@ -291,10 +324,14 @@ class _Rewriter:
                 raise GrammarError(f"{where}/maxItems: below the number of prefixItems, all of which are generated")
         items = self._node(own.get("items", True), f"{where}/items", depth + 1)
         own["items"] = items
+        if items is False and "prefixItems" in own and own.get("minItems", 0) > len(own["prefixItems"]):
+            raise EmptySchema(
+                f"{where}: minItems {own['minItems']} is above the {len(own['prefixItems'])} items there can be"
+            )
         if items is False and not own.get("prefixItems"):
             own.pop("prefixItems", None)
             own["items"], own["maxItems"] = {}, 0
-        _check_order(own, "minItems", "maxItems", where)
+        check_order(own, "minItems", "maxItems", where)
         return own
 
     def _object(self, own: Schema, where: str, depth: int) -> Schema:
@@ -316,25 +353,26 @@ class _Rewriter:
             if rewritten is not False:
                 properties[name] = rewritten
             elif name in required:
-                raise GrammarError(f"{where}/required: {name} allows no value")
+                raise EmptySchema(f"{where}/required: {name} allows no value")
         for name in required:
             if name in properties:
                 continue
             open_by_default = more if own.get("additionalProperties") is not None else {}
             properties[name] = matching.get(name, open_by_default)
             if properties[name] is False:
-                raise GrammarError(f"{where}/required: {name} is not among the properties, and no others are allowed")
+                raise EmptySchema(f"{where}/required: {name} is not among the properties, and no others are allowed")
         names = own.get("propertyNames")
         if names is not None:
             if properties or patterns:
                 raise GrammarError(f"{where}/propertyNames: only without properties; name them, or leave it out")
             rewritten = self._node({"type": "string", **names}, f"{where}/propertyNames", depth + 1)
-            if set(rewritten) - {"type", *_STRING, "enum"}:
+            if set(rewritten) - {"type", *STRING_KEYWORDS, "enum"}:
                 raise GrammarError(f"{where}/propertyNames: only pattern, lengths and enum")
             own["propertyNames"] = rewritten
-        _check_order(own, "minProperties", "maxProperties", where)
+        check_order(own, "minProperties", "maxProperties", where)
         if "patternProperties" in own or len(declared) > sum(name in properties for name in declared):
             more = False  # the libraries would let a name in whose value is limited here, or that is forbidden
+        check_count(own, len(properties), len(required), more is False and not patterns, where)
         result = {**own, "additionalProperties": more}
         for key, value in (("properties", properties), ("required", required), ("patternProperties", patterns)):
             result.pop(key, None)
@@ -350,7 +388,7 @@ class _Rewriter:
         done: Schema = {}
         matching: Schema = {}
         for pattern, schema in patterns.items():
-            clean = _whole(pattern)
+            clean = whole(pattern)
             wanted = NamePattern(pattern, self._budget)
             both = [name for name in declared if wanted.is_in(name)]
             if both:
@@ -376,123 +414,3 @@ def _check_keywords(node: Schema, where: str) -> None:
     for key, instead in UNSUPPORTED.items():
         if key in node:
             raise GrammarError(f"{where}/{key}: the keyword {key} cannot be enforced; {instead}")
-
-
-def _types_of(node: Schema, where: str) -> list[str] | None:
-    """The types a value may have. Without `type`, that of its keywords: a part of what is valid. None: any."""
-    if "type" in node:
-        types = type_names(node["type"])
-        unknown = [name for name in types if name not in _TYPES]
-        if unknown or not types:
-            raise GrammarError(
-                f"{where}/type: {node['type']!r} is not a JSON type; they are {', '.join(sorted(_TYPES))}"
-            )
-        return list(dict.fromkeys(name for name in types if name != "integer" or "number" not in types))
-    asked = [name for name in ("string", "number", "array", "object") if any(key in node for key in FAMILIES[name])]
-    if len(asked) > 1:
-        raise GrammarError(f"{where}: keywords of {' and '.join(asked)} without a type; add type")
-    return asked or None
-
-
-def _values(node: Schema, where: str) -> Any:
-    values = node.get("enum", [node.get("const")])
-    if not isinstance(values, list) or not values:
-        raise GrammarError(f"{where}/enum: a list of values is expected")
-    if len(values) > MAX_ENUM:
-        raise GrammarError(f"{where}/enum: {len(values)} values, the limit is {MAX_ENUM}")
-    for value in values:
-        if isinstance(value, int) and abs(value) > MAX_NUMBER:
-            raise GrammarError(f"{where}/enum: {str(value)[:40]}... is beyond {MAX_NUMBER}; write it as a string")
-    if "enum" in node and "const" in node:
-        values = [value for value in values if same_json(value, node["const"])]
-    others = [key for key in node if key not in ("enum", "const", "type")]
-    if others:
-        raise GrammarError(f"{where}/{others[0]}: not beside enum or const; list only the values that fit")
-    if "type" in node:
-        types = _types_of(node, where) or []
-        values = [value for value in values if any(_has_type(value, name) for name in types)]
-    return {"enum": values} if values else False
-
-
-def _has_type(value: Any, name: str) -> bool:
-    match name:
-        case "null":
-            return value is None
-        case "boolean":
-            return isinstance(value, bool)
-        case "integer":
-            return not isinstance(value, bool) and isinstance(value, int | float) and float(value).is_integer()
-        case "number":
-            return not isinstance(value, bool) and isinstance(value, int | float)
-    return isinstance(value, {"string": str, "array": list, "object": dict}[name])
-
-
-def _string(own: Schema, where: str) -> Schema:
-    if own.get("format") not in FORMATS:
-        own.pop("format", None)
-    lengths = [key for key in ("minLength", "maxLength") if key in own]
-    for key in ("pattern", "format"):
-        if key in own and (lengths or (key == "pattern" and "format" in own)):
-            other = lengths[0] if lengths else "format"
-            raise GrammarError(f"{where}/{key}: not together with {other}; say it all in the pattern")
-    if "pattern" in own:
-        try:
-            own["pattern"] = _whole(own["pattern"])
-        except GrammarError as error:
-            raise GrammarError(f"{where}/pattern: {error}") from None
-    _check_order(own, "minLength", "maxLength", where)
-    return own
-
-
-def _whole(pattern: str) -> str:
-    """The pattern so that every library takes it for the whole string: some look only for a part, as the standard has
-    it, some ignore anchors."""
-    return f"^(?:{check_pattern(pattern)})$"
-
-
-def _number(own: Schema, name: str, where: str) -> Schema:
-    for key, value in own.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise GrammarError(f"{where}/{key}: a number is expected, not {json.dumps(value)}")
-        if abs(value) > MAX_NUMBER:
-            raise GrammarError(f"{where}/{key}: beyond {MAX_NUMBER}, which is the largest number that can be used")
-    if name == "integer":
-        for key, value in list(own.items()):
-            if isinstance(value, float):
-                up = key in ("minimum", "exclusiveMaximum")
-                own[key] = math.ceil(value) if up else math.floor(value)
-    _check_range(own, name, where)
-    return own
-
-
-def _check_range(own: Schema, name: str, where: str) -> None:
-    """The library says of an empty range only that there is one; and where no number of its decimals fits, it takes an
-    empty text for a number."""
-    scale = 1 if name == "integer" else 10**MAX_DECIMALS
-    lows: list[tuple[int, str]] = []
-    highs: list[tuple[int, str]] = []
-    for key, value in own.items():
-        exact = Fraction(str(value)) * scale
-        match key:
-            case "minimum":
-                lows.append((math.ceil(exact), key))
-            case "exclusiveMinimum":
-                lows.append((math.floor(exact) + 1, key))
-            case "maximum":
-                highs.append((math.floor(exact), key))
-            case "exclusiveMaximum":
-                highs.append((math.ceil(exact) - 1, key))
-    if lows and highs and max(lows)[0] > min(highs)[0]:
-        low, high = max(lows)[1], min(highs)[1]
-        kind = name if name == "integer" else f"{name} of at most {MAX_DECIMALS} decimals"
-        raise GrammarError(f"{where}: no {kind} fits {low} {own[low]} and {high} {own[high]}")
-
-
-def _check_order(own: Schema, low: str, high: str, where: str) -> None:
-    for key in (low, high):
-        if key in own and (isinstance(own[key], bool) or not isinstance(own[key], int) or own[key] < 0):
-            raise GrammarError(f"{where}/{key}: a whole number of at least 0 is expected, not {json.dumps(own[key])}")
-        if own.get(key, 0) > MAX_NUMBER:
-            raise GrammarError(f"{where}/{key}: beyond {MAX_NUMBER}, which is the largest number that can be used")
-    if low in own and high in own and own[low] > own[high]:
-        raise GrammarError(f"{where}: {low} {own[low]} is above {high} {own[high]}")

@@ -9,6 +9,11 @@ from tokenspeed.grammar.interface import GrammarError
 
 Schema = dict[str, Any]
 
+
+class EmptySchema(GrammarError):
+    """A schema that no value can obey. Among alternatives it is left out; anywhere else it is a mistake to be told."""
+
+
 ANNOTATIONS = frozenset(
     (
         "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "nullable",
@@ -29,6 +34,7 @@ def merge(first: Schema, second: Schema, where: str) -> Schema:
         where: for the error: the place in the user's schema.
 
     Raises:
+        EmptySchema: no value is valid for both.
         GrammarError: names the keyword that cannot be combined.
     """
     _check_closed(first, second, where)
@@ -95,7 +101,7 @@ def _types(first: Any, second: Any, where: str) -> list[str]:
     both = [name for name in one if name in other or (name == "integer" and "number" in other)]
     both += [name for name in other if name == "integer" and "number" in one and name not in both]
     if not both:
-        raise GrammarError(f"{where}: no value has type {first!r} and {second!r}")
+        raise EmptySchema(f"{where}: no value has type {first!r} and {second!r}")
     return both
 
 
@@ -121,7 +127,7 @@ def _enum(first: list[Any], second: list[Any], where: str) -> list[Any]:
     others = {json_key(value) for value in second}
     both = [value for value in first if json_key(value) in others]
     if not both:
-        raise GrammarError(f"{where}: the two enums have no value in common")
+        raise EmptySchema(f"{where}: the two enums have no value in common")
     return both
 
 

@@ -1,0 +1,179 @@
+"""Keywords of a schema that hold no schemas: which there are, and their values checked and made exact. No torch.
+
+Whether any value can obey them is told by `EmptySchema`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+from typing import Any
+
+from tokenspeed.grammar.interface import GrammarError
+from tokenspeed.grammar.patterns import check_pattern
+from tokenspeed.grammar.schema_merge import EmptySchema, Schema, same_json, type_names
+
+MAX_ENUM = 1000
+MAX_DECIMALS = 6  # of a number between bounds
+MAX_NUMBER = 2**63 - 1  # in bounds and lengths: what the libraries read numbers into
+
+FORMATS = frozenset(
+    (
+        "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uri-reference",
+        "uri-template", "uuid", "json-pointer", "relative-json-pointer",
+    )
+)  # fmt: skip
+"""Formats that are enforced; another is an annotation, as the standard has it, and says nothing."""
+
+STRING_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
+NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+ARRAY_KEYWORDS = ("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "unevaluatedItems")
+OBJECT_KEYWORDS = (
+    "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
+    "maxProperties", "unevaluatedProperties",
+)  # fmt: skip
+FAMILIES = {
+    "string": STRING_KEYWORDS,
+    "number": NUMBER_KEYWORDS,
+    "integer": NUMBER_KEYWORDS,
+    "array": ARRAY_KEYWORDS,
+    "object": OBJECT_KEYWORDS,
+}
+_TYPES = frozenset(("string", "number", "integer", "array", "object", "boolean", "null"))
+
+
+def types_of(node: Schema, where: str) -> list[str] | None:
+    """The types a value may have. Without `type`, that of its keywords: a part of what is valid. None: any."""
+    if "type" in node:
+        types = type_names(node["type"])
+        unknown = [name for name in types if name not in _TYPES]
+        if unknown or not types:
+            raise GrammarError(
+                f"{where}/type: {node['type']!r} is not a JSON type; they are {', '.join(sorted(_TYPES))}"
+            )
+        return list(dict.fromkeys(name for name in types if name != "integer" or "number" not in types))
+    asked = [name for name in ("string", "number", "array", "object") if any(key in node for key in FAMILIES[name])]
+    if len(asked) > 1:
+        raise GrammarError(f"{where}: keywords of {' and '.join(asked)} without a type; add type")
+    return asked or None
+
+
+def values_of(node: Schema, where: str) -> Any:
+    """An enum or a const, as the enum of the values that fit the type; False when none does."""
+    values = node.get("enum", [node.get("const")])
+    if not isinstance(values, list) or not values:
+        raise GrammarError(f"{where}/enum: a list of values is expected")
+    if len(values) > MAX_ENUM:
+        raise GrammarError(f"{where}/enum: {len(values)} values, the limit is {MAX_ENUM}")
+    for value in values:
+        if isinstance(value, int) and abs(value) > MAX_NUMBER:
+            raise GrammarError(f"{where}/enum: {str(value)[:40]}... is beyond {MAX_NUMBER}; write it as a string")
+    if "enum" in node and "const" in node:
+        values = [value for value in values if same_json(value, node["const"])]
+    others = [key for key in node if key not in ("enum", "const", "type")]
+    if others:
+        raise GrammarError(f"{where}/{others[0]}: not beside enum or const; list only the values that fit")
+    if "type" in node:
+        types = types_of(node, where) or []
+        values = [value for value in values if any(_has_type(value, name) for name in types)]
+    return {"enum": values} if values else False
+
+
+def _has_type(value: Any, name: str) -> bool:
+    match name:
+        case "null":
+            return value is None
+        case "boolean":
+            return isinstance(value, bool)
+        case "integer":
+            return not isinstance(value, bool) and isinstance(value, int | float) and float(value).is_integer()
+        case "number":
+            return not isinstance(value, bool) and isinstance(value, int | float)
+    return isinstance(value, {"string": str, "array": list, "object": dict}[name])
+
+
+def string_of(own: Schema, where: str) -> Schema:
+    """The keywords of a string."""
+    if own.get("format") not in FORMATS:
+        own.pop("format", None)
+    lengths = [key for key in ("minLength", "maxLength") if key in own]
+    for key in ("pattern", "format"):
+        if key in own and (lengths or (key == "pattern" and "format" in own)):
+            other = lengths[0] if lengths else "format"
+            raise GrammarError(f"{where}/{key}: not together with {other}; say it all in the pattern")
+    if "pattern" in own:
+        try:
+            own["pattern"] = whole(own["pattern"])
+        except GrammarError as error:
+            raise GrammarError(f"{where}/pattern: {error}") from None
+    check_order(own, "minLength", "maxLength", where)
+    return own
+
+
+def whole(pattern: str) -> str:
+    """The pattern so that every library takes it for the whole string: some look only for a part, as the standard has
+    it, some ignore anchors."""
+    return f"^(?:{check_pattern(pattern)})$"
+
+
+def number_of(own: Schema, name: str, where: str) -> Schema:
+    """The keywords of a number or integer, `name`."""
+    for key, value in own.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise GrammarError(f"{where}/{key}: a number is expected, not {json.dumps(value)}")
+        if abs(value) > MAX_NUMBER:
+            raise GrammarError(f"{where}/{key}: beyond {MAX_NUMBER}, which is the largest number that can be used")
+    if name == "integer":
+        for key, value in list(own.items()):
+            if isinstance(value, float):
+                up = key in ("minimum", "exclusiveMaximum")
+                own[key] = math.ceil(value) if up else math.floor(value)
+    _check_range(own, name, where)
+    return own
+
+
+def _check_range(own: Schema, name: str, where: str) -> None:
+    """The library says of an empty range only that there is one; and where no number of its decimals fits, it takes an
+    empty text for a number."""
+    scale = 1 if name == "integer" else 10**MAX_DECIMALS
+    lows: list[tuple[int, str]] = []
+    highs: list[tuple[int, str]] = []
+    for key, value in own.items():
+        exact = Fraction(str(value)) * scale
+        match key:
+            case "minimum":
+                lows.append((math.ceil(exact), key))
+            case "exclusiveMinimum":
+                lows.append((math.floor(exact) + 1, key))
+            case "maximum":
+                highs.append((math.floor(exact), key))
+            case "exclusiveMaximum":
+                highs.append((math.ceil(exact) - 1, key))
+    if lows and highs and max(lows)[0] > min(highs)[0]:
+        low, high = max(lows)[1], min(highs)[1]
+        kind = name if name == "integer" else f"{name} of at most {MAX_DECIMALS} decimals"
+        raise EmptySchema(f"{where}: no {kind} fits {low} {own[low]} and {high} {own[high]}")
+
+
+def check_order(own: Schema, low: str, high: str, where: str) -> None:
+    """Whether two keywords are counts, and the lower one not above the other."""
+    for key in (low, high):
+        if key in own and (isinstance(own[key], bool) or not isinstance(own[key], int) or own[key] < 0):
+            raise GrammarError(f"{where}/{key}: a whole number of at least 0 is expected, not {json.dumps(own[key])}")
+        if own.get(key, 0) > MAX_NUMBER:
+            raise GrammarError(f"{where}/{key}: beyond {MAX_NUMBER}, which is the largest number that can be used")
+    if low in own and high in own and own[low] > own[high]:
+        raise EmptySchema(f"{where}: {low} {own[low]} is above {high} {own[high]}")
+
+
+def check_count(own: Schema, num_named: int, num_required: int, is_closed: bool, where: str) -> None:
+    """Whether the numbers of properties allow any object."""
+    if own.get("maxProperties", num_required) < num_required:
+        raise EmptySchema(
+            f"{where}: maxProperties {own['maxProperties']} is below the {num_required} required properties"
+        )
+    if is_closed and own.get("minProperties", 0) > num_named:
+        raise EmptySchema(
+            f"{where}: minProperties {own['minProperties']} is above the {num_named} properties there can be"
+        )
