@@ -65,10 +65,11 @@ def attend(
     pages: torch.Tensor,
     scale: float,
     window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     assert (starts.dtype, seq_lens.dtype, pages.dtype) == (torch.int32,) * 3
     about = AttentionBatch(starts, seq_lens, pages, starts, len(seq_lens), len(q))
-    return paged_attention(q, keys, values, about, scale, window).view(q.shape)
+    return paged_attention(q, keys, values, about, scale, window, 1.0, sinks).view(q.shape)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
@@ -90,12 +91,20 @@ def flash_attn_with_kvcache(
     softmax_scale: float,
     causal: bool,
     window_size: tuple[int, int],
-) -> torch.Tensor:
+    return_softmax_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """FlashAttention 3's, as far as the adapter uses it."""
     assert causal and max_seqlen_q >= int((cu_seqlens_q[1:] - cu_seqlens_q[:-1]).max())
     assert window_size == (-1, -1) or (window_size[0] >= 0 and window_size[1] == 0)
     window = None if window_size[0] < 0 else window_size[0] + 1
-    return attend(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window)
+    given = q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window
+    out = attend(*given)
+    if not return_softmax_lse:
+        return out
+    # A sink of 0 leaves a share s = e^lse / (e^lse + 1) of every row.
+    with_zero = attend(*given, torch.zeros(q.shape[1]))
+    share = ((with_zero * out).sum(-1) / (out * out).sum(-1)).double()
+    return out, torch.log(share / (1 - share)).float().t(), None
 
 
 def flash_attn_varlen_func(
@@ -182,6 +191,17 @@ def test_a_mixed_step(backend: AttentionBackend, kv: Pages, window: int | None) 
         backend.plan(step)
         out = backend.run(q, kv, step, 0.3, window)
         torch.testing.assert_close(out, paged_attention(q, kv.keys, kv.values, step, 0.3, window))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_fa3_applies_sinks(monkeypatch: pytest.MonkeyPatch, kv: Pages, window: int | None) -> None:
+    stand_in(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=flash_attn_with_kvcache)
+    backend = FlashAttention3Backend(OPS)
+    q, sinks = torch.randn(sum(QUERY_LENS), HEADS, DIM), torch.randn(HEADS)
+    for on_host in (True, False):
+        out = backend.run(q, kv, batch(on_host), 0.3, window, sinks)
+        truth = paged_attention(q, kv.keys, kv.values, batch(), 0.3, window, 1.0, sinks)
+        torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-5)
 
 
 def test_flashinfer_plans_once_a_step_and_window(monkeypatch: pytest.MonkeyPatch, kv: Pages) -> None:

@@ -49,8 +49,8 @@ def test_a_backend_says_what_it_cannot_serve(backend: Backend) -> None:
     elsewhere = replace(at_home, device="cuda" if at_home.device == "cpu" else "cpu")
     reason = backend.why_not(elsewhere)
     assert reason is not None and ("GPU" in reason)
-    if backend.name in ("fa3", "fa4", "flashinfer"):
-        assert "sinks" in (backend.why_not(replace(at_home, has_sinks=True)) or "")
+    has_sinks = backend.name in ("fa4", "flashinfer")
+    assert ("sinks" in (backend.why_not(replace(at_home, has_sinks=True, window=128)) or "")) == has_sinks
     for need, word in (
         (replace(at_home, logit_cap=30.0), "30"),
         (replace(at_home, num_heads=at_home.num_kv_heads * 2 + 1), "query heads"),
@@ -92,6 +92,15 @@ def test_an_explicit_choice() -> None:
     backend, report = select_backend(HOPPER, "triton", OPS)
     assert backend.name == "triton"
     assert report == ["attention: triton (asked for)"]
+
+
+def test_sinks_and_windows_are_served_by_our_own() -> None:
+    """And an adapter that has none is refused with that reason."""
+    for need, name in ((NEED, "paged"), (HOPPER, "triton")):
+        backend, _ = select_backend(replace(need, window=128, has_sinks=True, head_dim=64), "auto", OPS)
+        assert backend.name == name
+    with pytest.raises(ConfigError, match=r"fa4 cannot run on cuda: .*no attention sinks; use one of: auto, triton"):
+        select_backend(replace(HOPPER, has_sinks=True), "fa4", OPS)
 
 
 @pytest.mark.parametrize("name", WITHOUT_IMPLEMENTATION)

@@ -20,11 +20,12 @@ def package_obstacle(module: str, package: str) -> str | None:
     return None if found else f"the package {package} is not installed"
 
 
-def common_obstacle(need: AttentionNeed, head_dims: range) -> str | None:
+def common_obstacle(need: AttentionNeed, head_dims: range, takes_sinks: bool = False) -> str | None:
     """What keeps any adapter from serving a need.
 
     Args:
         head_dims: sizes that the kernels take.
+        takes_sinks: the adapter passes sinks on, or applies them itself.
     """
     if need.device != "cuda":
         return NEEDS_GPU
@@ -32,7 +33,7 @@ def common_obstacle(need: AttentionNeed, head_dims: range) -> str | None:
         return f"it takes 16-bit activations, the dtype is {need.dtype}"
     if need.kv_dtype not in (None, need.dtype):
         return f"the adapter gives it a KV cache of the activations' dtype, not {need.kv_dtype}"
-    if need.has_sinks:
+    if need.has_sinks and not takes_sinks:
         return "the adapter passes no attention sinks"
     if need.logit_cap is not None:
         return f"the adapter passes no logit cap (asked: {need.logit_cap})"

@@ -2,7 +2,8 @@
 
 Written against the public interface `hopper/flash_attn_interface.py` of Dao-AILab/flash-attention, 3.0.0 beta 1:
 `flash_attn_with_kvcache` with a page table, variable query lengths (`cu_seqlens_q`) and context lengths on the device
-(`cache_seqlens`). Pages of any size; causal masks are aligned to the end of the context, as ours are.
+(`cache_seqlens`). Pages of any size; causal masks are aligned to the end of the context, as ours are. That interface
+has no sinks: they are applied afterwards, by the log-sum-exp that it returns on request.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class FlashAttention3Backend:
     def why_not(need: AttentionNeed) -> str | None:
         """See `AttentionBackend.why_not`."""
         return (
-            common_obstacle(need, range(8, 257, 8))
+            common_obstacle(need, range(8, 257, 8), takes_sinks=True)
             or capability_obstacle(need, (9,))
             or package_obstacle(MODULE, "flash_attn_3 (built from hopper/ of flash-attention)")
         )
@@ -64,9 +65,8 @@ class FlashAttention3Backend:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
-        assert sinks is None, "selection gives no model with sinks to this backend"
         lens = batch.query_lens_host
-        out: torch.Tensor = self._attend(
+        found = self._attend(
             q,
             kv.keys,
             kv.values,
@@ -77,8 +77,16 @@ class FlashAttention3Backend:
             softmax_scale=scale,
             causal=True,
             window_size=(-1, -1) if window is None else (window - 1, 0),
+            return_softmax_lse=sinks is not None,
         )
+        # The pair is followed by more in some releases.
+        out: torch.Tensor = found if sinks is None else found[0].mul_(_share(found[1], sinks))
         return out.flatten(1)
+
+
+def _share(log_sum: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """What a sink leaves to the keys, [T, Hq, 1], given the log-sum-exp of their logits, [Hq, T]."""
+    return torch.sigmoid(log_sum - sinks[:, None]).t().unsqueeze(-1)
 
 
 def _longest(batch: AttentionBatch) -> int:

@@ -21,6 +21,8 @@ class AttentionNeed:
 
     Fields:
         device: cpu or cuda.
+        window: the shortest of the layers' windows, None when all layers see all; one backend serves every layer.
+        has_sinks: `run` will be given sinks.
         kv_dtype: of the KV pool; None = dtype.
         capability: of the GPU, (9, 0) for Hopper; None on a CPU.
     """
