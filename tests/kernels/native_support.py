@@ -100,7 +100,13 @@ def paged_batch(
 
 
 def attention_truth(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: AttentionBatch, scale: float, window: int | None
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query and head at a time, float32."""
     num_heads, group = q.shape[1], q.shape[1] // keys.shape[2]
@@ -117,6 +123,8 @@ def attention_truth(
             k = keys[pages, positions % page_size].float()
             v = values[pages, positions % page_size].float()
             for h in range(num_heads):
-                weights = torch.softmax(k[:, h // group] @ q[t, h].float() * scale, dim=0)
-                out[t, h] = weights @ v[:, h // group]
+                logits = k[:, h // group] @ q[t, h].float() * scale
+                if sinks is not None:
+                    logits = torch.cat((logits, sinks[h : h + 1]))
+                out[t, h] = torch.softmax(logits, dim=0)[: len(positions)] @ v[:, h // group]
     return out.flatten(1)

@@ -170,6 +170,26 @@ def test_paged_attention_of_several_rows_a_request(native: NativeContext) -> Non
         assert relative_error(out, attention_truth(q, keys, values, batch, 0.125, window)) < ONE_ROUNDING
 
 
+@pytest.mark.parametrize("window", (None, 1, 128))
+def test_paged_attention_with_sinks(native: NativeContext, window: int | None) -> None:
+    """Contexts of one part and of several; GPT-OSS has 8 query heads a key head."""
+    keys, values, batch = paged_batch([1, 1, 3, 1], [1, 40, 200, 1500], 16, 1, 64)
+    q, sinks = torch.randn(6, 8, 64).to(BF16), torch.randn(8) * 4
+    out = native.paged_attention(q, keys, values, batch, 0.125, window, 1.0, sinks)
+    truth = attention_truth(q, keys, values, batch, 0.125, window, sinks)
+    for row in range(6):
+        assert relative_error(out[row], truth[row]) < ONE_ROUNDING, f"row {row}"
+
+
+def test_sinks_of_a_row_without_context_or_with_nan(native: NativeContext) -> None:
+    keys, values, batch = paged_batch([1, 1], [40, 70], 16, 2, 64)
+    q = torch.randn(2, 4, 64).to(BF16)
+    batch.seq_lens[1] = 0
+    assert not native.paged_attention(q, keys, values, batch, 0.125, None, 1.0, torch.randn(4))[1].any()
+    q[0] = torch.nan
+    assert native.paged_attention(q, keys, values, batch, 0.125, None, 1.0, torch.randn(4))[0].isnan().all()
+
+
 def test_paged_attention_takes_a_view_of_qkv(native: NativeContext) -> None:
     keys, values, batch = paged_batch([1, 1], [40, 70], 16, 2, 64)
     qkv = torch.randn(2, 8 * 64).to(BF16)

@@ -108,6 +108,20 @@ def test_two_tapes_and_eager_calls_do_not_disturb_each_other() -> None:
     assert not torch.equal(out_1, out_2)
 
 
+def test_windows_and_sinks_are_recorded() -> None:
+    """The sinks stay alive with the tape, and the window moves with the lengths."""
+    native = context("tuned")
+    keys, values, batch = paged_batch([1, 1], [300, 200], 16, KV_HEADS, HEAD_DIM)
+    q, sinks = torch.randn(2, HEADS, HEAD_DIM).to(BF16), torch.randn(HEADS)
+    with native.recorder.record() as tape:
+        out = native.paged_attention(q, keys, values, batch, 0.125, 20, 1.0, sinks)
+    for lens in ([300, 200], [33, 5]):
+        batch.seq_lens.copy_(torch.tensor(lens))
+        tape.replay()
+        assert torch.equal(out, native.paged_attention(q, keys, values, batch, 0.125, 20, 1.0, sinks))
+    assert not torch.equal(out, native.paged_attention(q, keys, values, batch, 0.125, None, 1.0, None))
+
+
 def test_threads_may_run_and_record_at_once() -> None:
     """Recording concerns its own thread; runs take turns."""
     native = context("tuned")
