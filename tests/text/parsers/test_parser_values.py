@@ -218,3 +218,29 @@ def test_within_gives_the_same_for_every_split():
                     break
             results.add(result)
         assert results == {("x" * length, "=>") if length <= 4 else None}
+
+
+_DSML = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+_P = '<｜DSML｜parameter name="a" string="true">{}</｜DSML｜parameter>\n'
+_X = '<|open|>argument key="a" type="integer"<|sep|>{}<|close|>argument<|sep|>'
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen_coder", "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>"),
+        ("glm45_moe", "<tool_call>f\n" + "<arg_key>a</arg_key><arg_value>{}</arg_value>\n" * 2 + "</tool_call>"),
+        ("deepseek32", _DSML + _P + _P + "</｜DSML｜invoke>\n</｜DSML｜function_calls>"),
+        ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>' + _X + _X + "<|close|>call<|sep|>"),
+        ("pythonic", "[f(a=1, a=2)]"),
+        ("json", '{"name": "f", "arguments": {"a": 1}, "arguments": {"a": 2}}'),
+        ("json", '{"name": "f", "arguments": {"a": 1}, "n\\u0061me": "g"}'),
+    ],
+)
+def test_what_comes_twice_makes_a_call_malformed(name: str, text: str):
+    """The bug: a parameter that came twice was written twice into the JSON of the arguments, and of two names or two
+    arguments of one call the first was taken, where a JSON parser takes the last."""
+    parser = tool_formats()[name].make(ParseContext(tools=(ToolSpec("f"), ToolSpec("g"))))
+    parsed = parse_all(parser, text)
+    assert parser.incomplete and [call.name for call in parsed.calls] == ["f"]
+    assert parsed.calls[0].arguments.count('"a"') == 1

@@ -1,6 +1,8 @@
 """A call as a JSON object with a name and arguments, in any order: the core of json, qwen, llama and mistral.
 
-Arguments go out as they come once the name is known. They are the model's own text, not re-encoded.
+Arguments go out as they come once the name is known. They are the model's own text, not re-encoded: a key that they
+repeat or escape is the reader's, whose JSON parser takes the last. A second name or second arguments of one call are
+refused, as the first are on their way by then: the call is malformed.
 """
 
 from __future__ import annotations
@@ -140,10 +142,14 @@ class _CallObject:
         if not (yield from cursor.literal(":")):
             return False
         yield from cursor.space()
-        if key == "name" and self._name is None:
+        if key == "name":
+            if self._name is not None:
+                return False
             self._name = yield from cursor.json_string(MAX_NAME_CHARS)
             return self._name is not None and self._output.accepts(self._name)
-        if key in _ARGUMENTS and not self._started and self._early is None:
+        if key in _ARGUMENTS:
+            if self._started or self._early is not None:
+                return False
             return (yield from self._arguments())
         if key == "id" and not self._started:
             return (yield from self._identity())

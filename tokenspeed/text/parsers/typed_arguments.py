@@ -1,7 +1,8 @@
 """Arguments of the tag formats (qwen_coder, glm45, DSML, XTML): text values, made JSON by the tool's schema.
 
 Values that can only be strings go out as they come. All others are kept until they are complete, since their type
-decides how they are written (`True` -> `true`, `007` -> `7`); a value that fits none of its types stays a string.
+decides how they are written (`True` -> `true`, `007` -> `7`); a value that fits none of its types stays a string. A
+parameter that comes twice makes the call malformed: the first value is on its way by then.
 """
 
 from __future__ import annotations
@@ -38,22 +39,26 @@ class ObjectWriter:
 
     def __init__(self, output: Output) -> None:
         self._output = output
-        self._any = False
+        self._keys: set[str] = set()
 
     def close(self) -> None:
         """The object and the call are complete."""
-        self._output.arguments("}" if self._any else "{}")
+        self._output.arguments("}" if self._keys else "{}")
         self._output.end()
 
     def member(self, cursor: Cursor, key: str, kinds: Kinds, end: Markers, line: bool = False) -> Steps[bool]:
-        """Read a value up to and with `end` and write it under `key`; False when the text ended inside it.
+        """Read a value up to and with `end` and write it under `key`; False when the text ended inside it, or the
+        key is there already: the call is given up then.
 
         Args:
             kinds: the types that the value may have.
             line: the value stands on lines of its own: one newline at either end is markup.
         """
-        head = (", " if self._any else "{") + dumps(key) + ": "
-        self._any = True
+        if key in self._keys:
+            self._output.abandon()
+            return False
+        head = (", " if self._keys else "{") + dumps(key) + ": "
+        self._keys.add(key)
         if line:
             yield from cursor.literal("\n")
         if kinds == STRING:

@@ -55,12 +55,14 @@ def grammar(cursor: Cursor, output: Output) -> Steps[None]:
 def _arguments(cursor: Cursor, output: Output) -> Steps[bool]:
     """Up to and with the closing bracket; True for a whole call."""
     lead = "{"
+    keys: set[str] = set()
     yield from cursor.space()
     while not (yield from cursor.literal(")")):
         key = yield from cursor.within(_BEHIND_KEY, MAX_NAME_CHARS)
-        if key is None or not key[0].strip().isidentifier():
+        if key is None or not key[0].strip().isidentifier() or key[0].strip() in keys:  # Python refuses these, too
             give_up(cursor, output)
             return False
+        keys.add(key[0].strip())
         yield from cursor.space()
         if not (yield from _value(cursor, output, f"{lead}{dumps(key[0].strip())}: ")):
             give_up(cursor, output)
@@ -115,6 +117,7 @@ EXAMPLES = (
         calls=(("f", {"a": 'x "y"\nAé•A\\qz', "b": True}),),
     ),
     Example("[f(a=1)]", "[f(a=1)]", tools=(ToolSpec("g"),)),
+    Example("[f(a=1, a=2)] t", "2)] t", calls=(("f", '{"a": 1'),), incomplete=True),
     Example("[f(a=1, b=x.y)] t", ")] t", calls=(("f", '{"a": 1'),), incomplete=True),
     Example('[f(a="lo', calls=(("f", '{"a": "lo'),), finish_reason="length", incomplete=True),
 )

@@ -49,6 +49,26 @@ EXAMPLES = (
     ),
     Example('<tool_call>{"name": "f"}</tool_call>', calls=(("f", {}),)),
     Example('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', calls=(("f", {"a": 1}),)),
+    Example(
+        '<tool_call>{"n\\u0061me": "\\u0066", "argum\\u0065nts": {"\\u0061": 1, "b": 3, "a": 2}}</tool_call>',
+        calls=(("f", {"a": 2, "b": 3}),),
+    ),
+    Example(
+        '<tool_call>{"arguments": {}, "name": "f", "parameters": {"a": 1}}</tool_call>',
+        '<tool_call>{"arguments": {}, "name": "f", "parameters": {"a": 1}}</tool_call>',
+    ),
+    Example(
+        '<tool_call>{"name": "f", "arguments": {"a": 1}, "n\\u0061me": "g"}</tool_call>',
+        '"g"}</tool_call>',
+        calls=(("f", '{"a": 1}'),),
+        incomplete=True,
+    ),
+    Example(
+        '<tool_call>{"name": "f", "arguments": {"a": 1}, "arguments": {}}</tool_call>',
+        "{}}</tool_call>",
+        calls=(("f", '{"a": 1}'),),
+        incomplete=True,
+    ),
     Example("the `<tool_call>` tag ", "the `<tool_call>` tag "),
     Example(
         '<tool_call>\n{"name": "nope", "arguments": {"a": 1}}\n</tool_call>',
