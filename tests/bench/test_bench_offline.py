@@ -10,7 +10,7 @@ import pytest
 from tiny_model import CONFIG, write_config
 
 from tokenspeed.bench import device, offline
-from tokenspeed.bench.bound import model_cost
+from tokenspeed.bench.bound import ExpertCost, model_cost
 from tokenspeed.bench.offline_args import LONG_LEN, SHORT_LEN, fit, needed_tokens, parse_offline
 from tokenspeed.bench.offline_engine import OfflineEngine
 from tokenspeed.config.args import EngineArgs
@@ -166,7 +166,7 @@ def test_weight_bytes_count_the_head_whole_and_the_table_by_rows(tmp_path, tied)
     cost = model_cost(config)
     matrices, norms, vocabulary = sizes(tied)
     assert cost.weight_bytes == 4 * (matrices + norms + vocabulary)
-    assert cost.decode_bytes(5) == cost.weight_bytes + 5 * 64 * 4
+    assert cost.step_bytes(5) == cost.weight_bytes + 5 * 64 * 4
     assert cost.kv_bytes(3, 10) == 3 * 10 * 2 * 2 * 2 * 16 * 4
     assert (cost.matrix_size, cost.head_size) == (matrices, vocabulary)
 
@@ -185,7 +185,76 @@ def test_qwen3_8b_has_the_bound_of_the_targets(tmp_path):
                  num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
                  torch_dtype="bfloat16")  # fmt: skip
     _, config = fitted(tmp_path, "--batch", "1", "--prefill", "none", "--dtype", "bfloat16", **shape)
-    assert model_cost(config).decode_bytes(1) / 4.26e12 * 1e3 == pytest.approx(3.56, abs=0.01)
+    assert model_cost(config).step_bytes(1) / 4.26e12 * 1e3 == pytest.approx(3.56, abs=0.01)
+
+
+GPT_OSS_20B = dict(
+    architectures=["GptOssForCausalLM"], model_type="gpt_oss", hidden_size=2880, intermediate_size=2880,
+    num_hidden_layers=24, num_attention_heads=64, num_key_value_heads=8, head_dim=64, vocab_size=201088,
+    max_position_embeddings=131072, torch_dtype="bfloat16", attention_bias=True, num_local_experts=32,
+    num_experts_per_tok=4, sliding_window=128, layer_types=["sliding_attention", "full_attention"] * 12,
+    quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head",
+    "model.layers.*.mlp.router", "model.embed_tokens"]},
+)  # fmt: skip
+QWEN3_30B = dict(
+    architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144,
+    num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936,
+    max_position_embeddings=40960, torch_dtype="bfloat16", moe_intermediate_size=768, num_experts=128,
+    num_experts_per_tok=8, norm_topk_prob=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "bounds_ms"),
+    [
+        # The targets file says 1.3 and 2.3 ms at batch 4 and 16, which would be 9.8 and 23.2 distinct experts a layer
+        # of the 32; its own rule gives 32 (1 - (28 / 32) ** 4) = 13.2 and 28.2. Its other figures agree with the rule.
+        (GPT_OSS_20B, {1: 0.87, 4: 1.56, 16: 2.68, 32: 2.9}),
+        (QWEN3_30B, {1: 1.4, 4: 3.6, 16: 9.3}),
+    ],
+    ids=["gpt-oss-20b", "qwen3-30b-a3b"],
+)
+def test_sparse_models_have_the_bounds_of_the_targets(tmp_path, shape, bounds_ms):
+    _, config = fitted(tmp_path, "--batch", "1", "--prefill", "none", "--dtype", "bfloat16", **shape)
+    cost = model_cost(config)
+    found = {batch: cost.step_bytes(batch) / 4.26e12 * 1e3 for batch in bounds_ms}
+    assert found == {batch: pytest.approx(bound_ms, rel=0.025) for batch, bound_ms in bounds_ms.items()}
+
+
+def test_windows_limit_keys_values_and_pairs(tmp_path):
+    _, config = fitted(tmp_path, "--batch", "1", "--prefill", "none", "--dtype", "bfloat16", **GPT_OSS_20B)
+    cost = model_cost(config)
+    token_bytes = 2 * 8 * 64 * 2
+    assert cost.kv_bytes(3, 100) == 3 * 24 * 100 * token_bytes
+    assert cost.kv_bytes(3, 1000) == 3 * 12 * (128 + 1000) * token_bytes
+    longer = cost.prefill_flop(1, 201) - cost.prefill_flop(1, 200)
+    attention, router = 2880 * (64 + 16) * 64 + 64 * 64 * 2880, 32 * 2880
+    matrices = 24 * (attention + router + 4 * 3 * 2880 * 2880)
+    assert longer == 2 * matrices + 4 * 64 * 64 * 12 * (128 + 201)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "hit"), [(0, 0), (1, 8), (2, 128 * (1 - 0.9375**2)), (10**6, 128)], ids=lambda value: f"{value:g}"
+)
+def test_distinct_experts(num_tokens, hit):
+    cost = ExpertCost(num_experts=128, top_k=8, expert_bytes=1, expert_size=1)
+    assert cost.num_hit(num_tokens) == pytest.approx(hit)
+
+
+def test_experts_count_as_they_are_kept(tmp_path):
+    """Dense, and in e4m3 with a scale a block where those are kept."""
+    shape = QWEN3_30B | dict(num_hidden_layers=3, mlp_only_layers=[1])
+    _, config = fitted(tmp_path, "--batch", "1", "--prefill", "none", "--dtype", "bfloat16", **shape)
+    dense = model_cost(config)
+    assert dense.experts == ExpertCost(128, 8, 2 * 2 * 3 * 2048 * 768, 2 * 3 * 2048 * 768)
+    assert dense.matrix_size == 3 * 2048 * 72 * 128 + 2 * 128 * 2048 + 3 * 2048 * 6144
+    assert dense.total_bytes == dense.weight_bytes + 128 * dense.experts.expert_bytes
+    fp8 = msgspec.structs.replace(config, device="cuda", quantize_on_load="fp8")
+    assert model_cost(fp8).experts.expert_bytes == 2 * 3 * (2048 * 768 + 4 * 16 * 6)
+    channels = QuantizationConfig(method="compressed-tensors", granularity="channel", activations="dynamic")
+    model = msgspec.structs.replace(config.model, quantization=channels)
+    widened = msgspec.structs.replace(config, device="cuda", model=model)
+    assert model_cost(widened).experts.expert_bytes == dense.experts.expert_bytes
 
 
 @pytest.mark.parametrize("ignored", [(), ("lm_head",)])
@@ -253,6 +322,7 @@ def test_a_run_ends_in_one_line_of_json(tmp_path, capsys, monkeypatch):
         assert row["bound_ms"] == pytest.approx(row["weight_bytes"] / found["bytes_per_s"] * 1e3)
         assert row["of_bound"] == pytest.approx(row["bound_ms"] / row["tpot_ms"])
         assert row["kv_bytes"] == row["batch"] * (16 + 88) * 512
+    assert found["expert_bytes"] == 0
     assert (found["benchmark"], found["load_format"], found["num_threads"]) == ("offline", "dummy", 1)
     assert 0 < found["engine_start_s"] < found["process_to_ready_s"]
     assert any("decode, prompts of 16 tokens" in line for line in shown)

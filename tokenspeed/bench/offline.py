@@ -77,6 +77,7 @@ def run(argv: Sequence[str]) -> int:
         repeats=args.repeats,
         max_num_batched_tokens=config.max_num_batched_tokens,
         weight_bytes=cost.weight_bytes,
+        expert_bytes=cost.total_bytes - cost.weight_bytes,
         bytes_per_s=ceilings.bytes_per_s,
         flop_per_s=ceilings.flop_per_s,
         fp8_flop_per_s=ceilings.fp8_flop_per_s,
@@ -156,7 +157,7 @@ def step_s(short_run_s: float, long_run_s: float) -> float:
 def _decode_row(batch: int, times: list[float], prompt_len: int, cost: ModelCost, ceilings: Ceilings) -> DecodeRow:
     tpot_s = statistics.median(times)
     context_len = prompt_len + (SHORT_LEN + LONG_LEN) // 2  # the mean over the measured steps
-    weights, kv = cost.decode_bytes(batch), cost.kv_bytes(batch, context_len)
+    weights, kv = cost.step_bytes(batch), cost.kv_bytes(batch, context_len)
     return DecodeRow(
         batch=batch,
         tpot_ms=tpot_s * 1e3,
@@ -173,7 +174,9 @@ def _prefill_row(shape: tuple[int, int], times: list[float], cost: ModelCost, ce
     number, length = shape
     forward_s = statistics.median(times)
     flop = cost.prefill_flop(number, length)
-    bound_s = max(flop / (ceilings.fp8_flop_per_s or ceilings.flop_per_s), cost.weight_bytes / ceilings.bytes_per_s)
+    bound_s = max(
+        flop / (ceilings.fp8_flop_per_s or ceilings.flop_per_s), cost.step_bytes(number * length) / ceilings.bytes_per_s
+    )
     return PrefillRow(
         num_prompts=number,
         prompt_len=length,

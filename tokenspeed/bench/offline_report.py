@@ -48,7 +48,12 @@ class PrefillRow:
 
 @dataclass(slots=True, kw_only=True)
 class OfflineReport:
-    """The JSON line. `engine_start_s`: construction to ready; `process_to_ready_s`: with the interpreter's imports."""
+    """The JSON line.
+
+    Fields:
+        weight_bytes: read by every step; expert_bytes: of all experts besides, of which a step reads those hit.
+        engine_start_s: construction to ready; process_to_ready_s: with the interpreter's imports.
+    """
 
     benchmark: str = "offline"
     version: str
@@ -62,6 +67,7 @@ class OfflineReport:
     repeats: int
     max_num_batched_tokens: int
     weight_bytes: int
+    expert_bytes: int
     bytes_per_s: float
     flop_per_s: float
     fp8_flop_per_s: float | None
@@ -82,8 +88,9 @@ def show(report: OfflineReport) -> None:
         console.print(_decode_table(report))
     if report.prefill:
         console.print(_prefill_table(report))
+    experts = f" and those of {report.expert_bytes / 1e9:.4g} GB of experts that are hit" if report.expert_bytes else ""
     console.print(
-        f"weights of a step: {report.weight_bytes / 1e9:.4g} GB; measured ceilings: "
+        f"weights of a step: {report.weight_bytes / 1e9:.4g} GB{experts}; measured ceilings: "
         f"{report.bytes_per_s / 1e9:.1f} GB/s, {report.flop_per_s / 1e12:.2f} TFLOP/s"
         + (f" ({report.fp8_flop_per_s / 1e12:.2f} in fp8)" if report.fp8_flop_per_s else ""),
         highlight=False,
