@@ -8,18 +8,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import torch
 
 from tokenspeed.attention.interface import AttentionBatch, LayerKV
 from tokenspeed.attention.paged import PagedAttentionBackend
 from tokenspeed.cache.spec import GroupSpec, LayerCacheSpec, group_layers
+from tokenspeed.checkpoint.checkpoint import Checkpoint
+from tokenspeed.config.engine import EngineConfig
+from tokenspeed.config.model import ModelConfig
+from tokenspeed.distributed.mesh import SINGLE
 from tokenspeed.kernels.ops import GraphUnsupported, Ops, Recorder
 from tokenspeed.kernels.registry import Need, select_ops
-from tokenspeed.models.interface import LoadRule
+from tokenspeed.models.interface import LoadRule, Model
+from tokenspeed.models.registry import build_model, examples
+from tokenspeed.moe.select import moe_need, select_moe
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, Row, StepPlan
+from tokenspeed.quantization.select import scheme_for
 from tokenspeed.runner.kv_pool import allocate
-from tokenspeed.runner.model_runner import Limits, ModelRunner
+from tokenspeed.runner.model_runner import MAX_GRAPH_ROWS, Limits, ModelRunner
 
 CPU = torch.device("cpu")
 VOCAB = 50
@@ -139,6 +147,81 @@ class LateGraph:
         self.out.copy_(self.step())
 
 
+def tiny_model(architecture: str) -> ModelConfig:
+    """The example of a family."""
+    return next(example for example in examples() if example.architecture == architecture)
+
+
+def engine_config(model: ModelConfig, **changes: object) -> EngineConfig:
+    """Random weights, pages of 4."""
+    config = EngineConfig(
+        model=model,
+        checkpoint=Checkpoint(name="tiny", format="config", config_path="-", weight_files=(), tokenizer_path="-"),
+        load_format="dummy",
+        device="cpu",
+        dtype="bfloat16",
+        kv_cache_dtype="bfloat16",
+        max_model_len=64,
+        max_num_seqs=MAX_GRAPH_ROWS + 4,
+        max_num_batched_tokens=512,
+        page_size=4,
+        num_pages=300,
+        kv_memory_bytes=None,
+        enable_prefix_caching=False,
+        enable_overlap=False,
+        enforce_eager=False,
+        schedule_policy="fifo",
+        attention_backend="auto",
+        num_threads=1,
+        seed=3,
+        max_queue_len=1,
+    )
+    return msgspec.structs.replace(config, **changes)
+
+
+@dataclass
+class RandomWeight:
+    """A tensor of a checkpoint that nobody wrote."""
+
+    name: str
+    tensor: torch.Tensor
+    qtype: str | None = None
+
+    @property
+    def where(self) -> str:
+        return f"memory: {self.name}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def read(self, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
+        return self.tensor.to(device, dtype, copy=True)
+
+    def raw(self) -> torch.Tensor:
+        raise AssertionError("not quantized")
+
+
+def with_windows() -> ModelConfig:
+    """Layers of two cache groups, the first of which sees six tokens."""
+    return msgspec.structs.replace(tiny_model("LlamaForCausalLM"), layer_windows=(6, None))
+
+
+def random_model(config: ModelConfig, ops: Ops, backend: PagedAttentionBackend, seed: int) -> Model:
+    """A model with random weights, the same for the same seed on every device."""
+    scheme = scheme_for(config, ops)
+    moe = None
+    if config.moe is not None:
+        capability = torch.cuda.get_device_capability() if ops.device.type == "cuda" else None
+        moe, _ = select_moe(moe_need(config, SINGLE, scheme.expert_format, ops, capability), "auto", ops)
+    model = build_model(config, SINGLE, scheme, ops, backend, moe)
+    generator = torch.Generator().manual_seed(seed)
+    for name, rule in model.load_rules().items():
+        rule(RandomWeight(name, torch.randn(model.expected_shapes()[name], generator=generator) * 0.3))
+    model.finish()
+    return model
+
+
 def plain_ops() -> Ops:
     """The reference, without a recorder."""
     return replace(select_ops(Need(CPU, torch.float32), only="reference")[0], recorder=None)
@@ -173,9 +256,10 @@ def sum_runner(
 
 
 class Plans:
-    """Writes the plans of a test: hands out pages, counts steps, remembers each slot's length."""
+    """Writes the plans of a test: hands out pages to every cache group, counts steps, remembers each slot's length."""
 
-    def __init__(self, num_pages: int = 32, order: int = 1) -> None:
+    def __init__(self, num_pages: int = 32, order: int = 1, num_groups: int = 1) -> None:
+        self._num_groups = num_groups
         self._free = list(range(num_pages))[::order]
         self._step_id = 0
         self._num_pages: dict[int, int] = {}
@@ -184,19 +268,22 @@ class Plans:
     def admit(self, slot: int, token_ids: list[int], sampling: SamplingParams = GREEDY, **fields: Any) -> Admission:
         """An admission with the pages of all its tokens."""
         count = -(-len(token_ids) // PAGE_SIZE)
-        pages = [self._free.pop() for _ in range(count)]
+        pages = self._take(count)
         self._num_pages[slot], self.lens[slot] = count, 0
         prompt_len = fields.pop("prompt_len", len(token_ids))
-        return Admission(slot, f"r{slot}", 0, list(token_ids), prompt_len, (pages,), sampling, **fields)
+        return Admission(slot, f"r{slot}", 0, list(token_ids), prompt_len, pages, sampling, **fields)
 
     def row(self, slot: int, num_tokens: int, samples: bool = True, is_decode: bool = False) -> Row:
         """The next tokens of a slot, with the page they need if it is not there yet."""
         start = self.lens[slot]
         self.lens[slot] = start + num_tokens
         missing = -(-self.lens[slot] // PAGE_SIZE) - self._num_pages[slot]
-        new = [self._free.pop() for _ in range(max(0, missing))]
-        self._num_pages[slot] += len(new)
-        return Row(slot, start, num_tokens, (new,), samples, is_decode)
+        new = self._take(max(0, missing))
+        self._num_pages[slot] += len(new[0])
+        return Row(slot, start, num_tokens, new, samples, is_decode)
+
+    def _take(self, count: int) -> tuple[list[int], ...]:
+        return tuple([self._free.pop() for _ in range(count)] for _ in range(self._num_groups))
 
     def decode(self, slot: int) -> Row:
         return self.row(slot, 1, is_decode=True)

@@ -15,17 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from runner_support import PAGE_SIZE, Plans
+from runner_support import PAGE_SIZE, Plans, random_model, tiny_model, with_windows
 
 from tokenspeed.attention.paged import PagedAttentionBackend
 from tokenspeed.cache.spec import group_layers
-from tokenspeed.distributed.mesh import SINGLE
+from tokenspeed.config.model import ModelConfig
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.kernels.triton.sampling import SlotSampling
-from tokenspeed.models.registry import build_model, examples
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import RowResult, StepPlan
-from tokenspeed.quantization.select import scheme_for
 from tokenspeed.runner import cuda_runner, slot_graphs
 from tokenspeed.runner.cuda_runner import CudaModelRunner, GraphPlan
 from tokenspeed.runner.decode_graphs import DecodeGraphs
@@ -36,7 +34,8 @@ from tokenspeed.runner.warm_up import warm_up_plans
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-SLOTS, LENGTH, NUM_PAGES = 4, 60, 64
+SLOTS, LENGTH, NUM_PAGES = 4, 60, 128
+LLAMA = tiny_model("LlamaForCausalLM")
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 
 
@@ -133,19 +132,14 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
     return recording
 
 
-def run(plans: list[StepPlan], graphs: GraphPlan, recording: Recording) -> tuple[list[list[RowResult]], list[str]]:
+def run(
+    plans: list[StepPlan], graphs: GraphPlan, recording: Recording, config: ModelConfig = LLAMA
+) -> tuple[list[list[RowResult]], list[str]]:
     """Results of plans that are all queued at once, as rows; and the runner's report."""
-    config = examples()[0]
     need = Need(DEVICE, torch.float32)
     ops = select_ops(need)[0] if ON_GPU else replace(select_ops(need, only="reference")[0], recorder=recording)
     backend = PagedAttentionBackend(ops)
-    model = build_model(config, SINGLE, scheme_for(config, ops), ops, backend)
-    generator = torch.Generator().manual_seed(7)
-    for name, rule in model.load_rules().items():
-        shape = model.expected_shapes()[name]
-        tensor = (torch.randn(shape, generator=generator) * 0.3).to(DEVICE)
-        rule(SimpleNamespace(name=name, where=name, shape=shape, qtype=None, read=lambda *_, kept=tensor: kept.clone()))
-    model.finish()
+    model = random_model(config, ops, backend, seed=7)
     groups = [replace(group, num_pages=NUM_PAGES) for group in group_layers(model.cache_specs(), PAGE_SIZE)]
     shape = (config.num_kv_heads, config.head_dim)
     model.bind_kv(list(allocate(model.cache_specs(), groups, *shape, torch.float32, DEVICE)))
@@ -159,10 +153,10 @@ def run(plans: list[StepPlan], graphs: GraphPlan, recording: Recording) -> tuple
         runner.close()
 
 
-def random_plans(seed: int, vocab: int) -> list[StepPlan]:
+def random_plans(seed: int, num_groups: int = 1) -> list[StepPlan]:
     """Prompts that arrive while others decode, in chunks, some asking for logprobs or prompt logprobs."""
     rng = random.Random(seed)
-    plans = Plans(NUM_PAGES)
+    plans = Plans(NUM_PAGES, num_groups=num_groups)
     wishes = [
         GREEDY,
         SamplingParams(temperature=0.7, top_p=0.9, seed=5),
@@ -179,7 +173,7 @@ def random_plans(seed: int, vocab: int) -> list[StepPlan]:
                 sampling = rng.choice(wishes)
                 if rng.random() < 0.15:
                     sampling = SamplingParams(temperature=0.0, prompt_logprobs=1, seed=0)
-                admissions.append(plans.admit(slot, [rng.randrange(vocab) for _ in range(length)], sampling))
+                admissions.append(plans.admit(slot, [rng.randrange(LLAMA.vocab_size) for _ in range(length)], sampling))
                 prompts[slot] = length
         for slot, left in list(prompts.items()):
             if slot in started or rng.random() < 0.3:
@@ -203,16 +197,26 @@ def tokens(results: list[list[RowResult]]) -> list[list[tuple[int, list[int], st
 
 @pytest.mark.parametrize("seed", range(8))
 def test_graphs_change_nothing(seed: int, recording: Recording) -> None:
-    plans = random_plans(seed, examples()[0].vocab_size)
-    eager, report = run(plans, GraphPlan(), recording)
+    check_graphs(random_plans(seed), recording, LLAMA)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_graphs_change_nothing_with_two_cache_groups(seed: int, recording: Recording) -> None:
+    check_graphs(random_plans(seed, num_groups=2), recording, with_windows())
+
+
+def check_graphs(plans: list[StepPlan], recording: Recording, config: ModelConfig) -> None:
+    eager, report = run(plans, GraphPlan(), recording, config)
     assert [line.partition(":")[2] for line in report] == [
         " none, decode steps run eagerly",
         " none, prompts run eagerly",
     ]
     graphs = GraphPlan(
-        sizes=(1, 2, 4), prefill_sizes=(4, 16), warm_up=tuple(warm_up_plans(SLOTS, LENGTH, 20, PAGE_SIZE))
+        sizes=(1, 2, 4),
+        prefill_sizes=(4, 16),
+        warm_up=tuple(warm_up_plans(SLOTS, LENGTH, 20, PAGE_SIZE, len(plans[0].rows[0].new_pages))),
     )
-    recorded, report = run(plans, graphs, recording)
+    recorded, report = run(plans, graphs, recording, config)
     assert tokens(recorded) == tokens(eager)
     assert [row.prompt_logprobs != [] for rows in recorded for row in rows] == [
         row.prompt_logprobs != [] for rows in eager for row in rows
@@ -226,7 +230,7 @@ def test_graphs_change_nothing(seed: int, recording: Recording) -> None:
 
 def test_a_backend_that_cannot_be_recorded(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagedAttentionBackend, "can_record", False)
-    plans = random_plans(0, examples()[0].vocab_size)
+    plans = random_plans(0)
     _, report = run(plans, GraphPlan(sizes=(1, 2, 4), prefill_sizes=(4, 16)), recording)
     assert report == [
         "decode graphs: none, decode steps run eagerly (paged attention cannot be recorded)",

@@ -9,22 +9,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from runner_support import random_model, tiny_model, with_windows
 
 from tokenspeed.attention.paged import PagedAttentionBackend
 from tokenspeed.cache.spec import group_layers
-from tokenspeed.distributed.mesh import SINGLE
+from tokenspeed.config.model import ModelConfig
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.kernels.triton.registered import PagedAttention, has_pdl
-from tokenspeed.models.interface import Model
-from tokenspeed.models.registry import build_model, examples
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, Row
-from tokenspeed.quantization.select import scheme_for
 from tokenspeed.runner.device_state import DeviceState
 from tokenspeed.runner.kv_pool import LayerPages, allocate
 from tokenspeed.runner.prefill_graphs import PrefillGraphs, num_requests
@@ -32,7 +30,7 @@ from tokenspeed.runner.slot_sampling import SlotParameters
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-PAGE_SIZE, NUM_PAGES, NUM_SLOTS, LENGTH = 4, 40, 5, 60
+PAGE_SIZE, NUM_PAGES, NUM_SLOTS, LENGTH = 4, 60, 5, 60
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 
 
@@ -66,36 +64,18 @@ class Remembered(PrefillGraphs):
         return kept
 
 
-@dataclass
-class FakeWeight:
-    name: str
-    tensor: torch.Tensor
-    qtype: str | None = None
-
-    @property
-    def where(self) -> str:
-        return f"memory: {self.name}"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def read(self, dtype: torch.dtype, device: torch.device = DEVICE) -> torch.Tensor:
-        return self.tensor.to(device, dtype, copy=True)
-
-    def raw(self) -> torch.Tensor:
-        raise AssertionError("not quantized")
-
-
 class Bench:
     """A model with slots, pages and graphs.
 
     Args:
+        config: of the model; None = all layers see everything.
         triton: its attention; slow through the interpreter.
     """
 
-    def __init__(self, sizes: tuple[int, ...] = (8, 32), triton: bool = True) -> None:
-        config = examples()[0]
+    def __init__(
+        self, sizes: tuple[int, ...] = (8, 32), triton: bool = True, config: ModelConfig | None = None
+    ) -> None:
+        config = config or tiny_model("LlamaForCausalLM")
         need = Need(DEVICE, torch.float32)
         ops = select_ops(need)[0] if ON_GPU else replace(select_ops(need, only="reference")[0], recorder=Recording())
         if triton and not ON_GPU:
@@ -103,11 +83,7 @@ class Bench:
         assert ops.recorder is not None
         pdl = ON_GPU and has_pdl(DEVICE)
         self.backend = PagedAttentionBackend(ops)
-        self.model: Model = build_model(config, SINGLE, scheme_for(config, ops), ops, self.backend)
-        generator = torch.Generator().manual_seed(3)
-        for name, rule in self.model.load_rules().items():
-            rule(FakeWeight(name, torch.randn(self.model.expected_shapes()[name], generator=generator) * 0.3))
-        self.model.finish()
+        self.model = random_model(config, ops, self.backend, seed=3)
         self.groups = [replace(g, num_pages=NUM_PAGES) for g in group_layers(self.model.cache_specs(), PAGE_SIZE)]
         self.shape = (config.num_kv_heads, config.head_dim)
         self.vocab = config.vocab_size
@@ -129,8 +105,11 @@ class Bench:
             layer.values.fill_(torch.nan)
         return pages
 
-    def admit(self, slot: int, token_ids: list[int], pages: list[int]) -> None:
-        admission = Admission(slot, "r", 0, token_ids, len(token_ids), (pages,), GREEDY)
+    def admit(self, slot: int, token_ids: list[int], free: list[int]) -> None:
+        """With pages for one token more, taken from `free`."""
+        count = -(-(len(token_ids) + 1) // PAGE_SIZE)
+        pages = tuple([free.pop() for _ in range(count)] for _ in self.groups)
+        admission = Admission(slot, "r", 0, token_ids, len(token_ids), pages, GREEDY)
         self.state.admit(admission)
         self.parameters.admit(admission)
 
@@ -162,10 +141,17 @@ def row(slot: int, start: int, num_tokens: int, samples: bool = True, is_decode:
     return Row(slot, start, num_tokens, ([],), samples, is_decode)
 
 
+def copy_of(pages: list[LayerPages]) -> list[LayerPages]:
+    """Layers that share memory share the copy."""
+    copies = {layer.keys.data_ptr(): LayerPages(layer.keys.clone(), layer.values.clone()) for layer in pages}
+    return [copies[layer.keys.data_ptr()] for layer in pages]
+
+
+@pytest.mark.parametrize("config", [None, with_windows()], ids=["one group", "windows"])
 @pytest.mark.parametrize(("triton", "num_mixes"), [(False, 12), (True, 12 if ON_GPU else 1)])
-def test_random_mixes_equal_eager_steps(triton: bool, num_mixes: int) -> None:
+def test_random_mixes_equal_eager_steps(triton: bool, num_mixes: int, config: ModelConfig | None) -> None:
     rng = random.Random(0)
-    bench = Bench(triton=triton)
+    bench = Bench(triton=triton, config=config)
     with torch.inference_mode():
         for _ in range(num_mixes):
             free = list(range(NUM_PAGES))
@@ -180,14 +166,13 @@ def test_random_mixes_equal_eager_steps(triton: bool, num_mixes: int) -> None:
             for slot in slots:
                 start, num_tokens = rng.choice([0, 0, 3, 8]), rng.randint(1, 8)
                 length = start + num_tokens + rng.choice([0, 5])
-                pages = [free.pop() for _ in range(-(-(length + 1) // PAGE_SIZE))]
-                bench.admit(slot, [rng.randrange(bench.vocab) for _ in range(length)], pages)
+                bench.admit(slot, [rng.randrange(bench.vocab) for _ in range(length)], free)
                 if start:
                     context.append(row(slot, 0, start))
                 rows.append(row(slot, start, num_tokens, samples=length == start + num_tokens))
             if context:
                 bench.eager(context, bench.pages)
-            twin = [LayerPages(layer.keys.clone(), layer.values.clone()) for layer in bench.pages]
+            twin = copy_of(bench.pages)
             known = bench.state.token_ids.clone()
             expected = bench.eager(rows, twin)
             logits, token_ids = bench.recorded(rows)
@@ -223,10 +208,10 @@ def test_a_graph_has_fewer_requests_than_tokens() -> None:
 def test_a_small_graph_serves_one_long_request() -> None:
     small = Bench(sizes=(2,), triton=ON_GPU)
     with torch.inference_mode():
-        small.admit(2, [5, 9, 11, 3], [7])
+        small.admit(2, [5, 9, 11, 3], [7, 8])
         assert small.graphs.size_for([row(0, 0, 1), row(1, 0, 1)]) is None
         for start, num_tokens in ((0, 2), (2, 1), (3, 1)):
-            twin = [LayerPages(layer.keys.clone(), layer.values.clone()) for layer in small.pages]
+            twin = copy_of(small.pages)
             rows = [row(2, start, num_tokens)]
             expected = small.eager(rows, twin)
             logits, _ = small.recorded([replace_samples(rows[0], start == 3)])
