@@ -1,14 +1,15 @@
 """A runner without a model that holds what a device holds and notices every wrong plan.
 
-Every slot of every page stores the hash of the token history that was written there. A row may only run when all
-positions before it hold exactly its own history, so a wrong prefix hit, a page handed out too early, a lost token or a
-row out of order is caught where it happens. The next token is a hash of the whole visible history (and the seed, when
-not greedy): results must equal `expected_output`, which knows nothing of pages, steps or other requests.
+Every slot of every page stores the cache group and the hash of the token history that was written there. A row may only
+run when all positions before it that it sees (all, or a sliding group's window) hold exactly its own history, and when
+no other row of the step writes there, so a wrong prefix hit, a page handed out too early or let go too early, a lost
+token or a row out of order is caught where it happens. The next token is a hash of the whole visible history (and the
+seed, when not greedy): results must equal `expected_output`, which knows nothing of pages, steps or other requests.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tokenspeed.protocol.messages import AddRequest
 from tokenspeed.protocol.sampling import SamplingParams
@@ -16,7 +17,7 @@ from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepRe
 
 EOS = 0
 POISON = 999  # a history with this token gives NaN logits
-EMPTY = -1
+EMPTY = (-1, -1)
 
 
 def extend(history: int, token_id: int) -> int:
@@ -64,15 +65,24 @@ def expected_output(
 class Slot:
     admission: Admission
     tokens: list[int]
-    pages: list[int] = field(default_factory=list)
+    pages: tuple[list[int], ...] = ()  # a cache group each; what the scheduler lets go is never taken out
     has_failed: bool = False  # no token came, yet a row for it may already be planned
 
 
 class SimulatedDevice:
     """Executes plans strictly in order."""
 
-    def __init__(self, num_slots: int, num_pages: int, page_size: int, budget: int, vocab: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        num_pages: int,
+        page_size: int,
+        budget: int,
+        vocab: int,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
         self.page_size, self.budget, self.vocab, self.num_slots = page_size, budget, vocab, num_slots
+        self.windows = windows
         self.memory = [[EMPTY] * page_size for _ in range(num_pages)]
         self.slots: dict[int, Slot] = {}
         self.next_step_id = 0
@@ -94,13 +104,15 @@ class SimulatedDevice:
         for admission in plan.admissions:
             self._admit(admission)
         for row in plan.rows:
-            assert len(row.new_pages) == 1
-            self.slots[row.slot].pages.extend(row.new_pages[0])
-        for row in plan.rows:  # all reads before all writes: nothing may lean on a page that this very step computes
-            self._check_reads(row)
-        written: set[int] = set()
-        for row in plan.rows:
-            self._write(row, written)
+            for pages, new in zip(self.slots[row.slot].pages, row.new_pages, strict=True):
+                assert all(page >= 0 for page in new)
+                pages.extend(new)
+        # All reads before all writes: nothing may lean on a page that this very step computes.
+        reads = [self._check_reads(row) for row in plan.rows]
+        writes = [self._write(row) for row in plan.rows]
+        for number, pages in enumerate(writes):
+            for other in range(len(plan.rows)):
+                assert other == number or not pages & (reads[other] | writes[other]), "a row writes to another's page"
         return StepResult(plan.step_id, [self._sample(row) for row in plan.rows])
 
     def _admit(self, admission: Admission) -> None:
@@ -108,41 +120,54 @@ class SimulatedDevice:
         assert admission.sampling.seed is not None, "the scheduler draws the seed"
         known = self.seeds.setdefault((admission.request_id, admission.index), admission.sampling.seed)
         assert known == admission.sampling.seed, "the seed survives a preemption"
-        assert len(admission.pages) == 1
-        self.slots[admission.slot] = Slot(admission, list(admission.token_ids), list(admission.pages[0]))
+        assert len(admission.pages) == len(self.windows)
+        pages = tuple(list(pages) for pages in admission.pages)
+        self.slots[admission.slot] = Slot(admission, list(admission.token_ids), pages)
 
-    def _place(self, slot: Slot, position: int) -> tuple[int, int]:
-        assert position < len(slot.pages) * self.page_size, "a token without a page"
-        return slot.pages[position // self.page_size], position % self.page_size
+    def _place(self, slot: Slot, group: int, position: int) -> tuple[int, int]:
+        pages = slot.pages[group]
+        assert position < len(pages) * self.page_size, "a token without a page"
+        page = pages[position // self.page_size]
+        assert page >= 0, "a page that was never there"
+        return page, position % self.page_size
 
-    def _check_reads(self, row: Row) -> None:
+    def _check_reads(self, row: Row) -> set[int]:
+        """The pages that the row sees and does not write."""
         slot = self.slots[row.slot]
         if slot.has_failed:
-            return
+            return set()
         end = row.start + row.num_tokens - len(row.draft_token_ids)
         assert row.num_tokens >= 1 and end <= len(slot.tokens), "tokens that nobody knows"
         assert row.samples == (end == len(slot.tokens)), "samples means: up to the last known token"
         assert row.is_decode == (row.samples and end - row.start == 1 and row.start >= slot.admission.prompt_len)
-        history = 7
+        history, pages = 7, set()
         for position in range(row.start):
             history = extend(history, slot.tokens[position])
-            page, offset = self._place(slot, position)
-            assert self.memory[page][offset] == history, f"position {position} of slot {row.slot} holds another history"
+            for group, window in enumerate(self.windows):
+                if window is not None and position <= row.start - window:
+                    continue  # the row's first token sees itself and window - 1 before it
+                page, offset = self._place(slot, group, position)
+                pages.add(page)
+                assert self.memory[page][offset] == (group, history), (
+                    f"position {position} of slot {row.slot} holds another history in group {group}"
+                )
+        return pages
 
-    def _write(self, row: Row, written: set[int]) -> None:
+    def _write(self, row: Row) -> set[int]:
+        """Write the row's tokens; the pages written to."""
         slot = self.slots[row.slot]
         if slot.has_failed:
-            return
+            return set()
         tokens = slot.tokens + list(row.draft_token_ids)
         history = history_of(tokens[: row.start])
         pages = set()
         for position in range(row.start, row.start + row.num_tokens):
             history = extend(history, tokens[position])
-            page, offset = self._place(slot, position)
-            self.memory[page][offset] = history
-            pages.add(page)
-        assert not pages & written, "two rows of one step write the same page"
-        written |= pages
+            for group in range(len(self.windows)):
+                page, offset = self._place(slot, group, position)
+                self.memory[page][offset] = (group, history)
+                pages.add(page)
+        return pages
 
     def _sample(self, row: Row) -> RowResult:
         slot = self.slots[row.slot]

@@ -18,6 +18,14 @@ from tokenspeed.scheduler.scheduler import Scheduler
 VOCAB = 11
 
 
+def groups_of(windows: tuple[int | None, ...], page_size: int, num_pages: int) -> list[GroupSpec]:
+    """A cache group for each window; None = a full one."""
+    return [
+        GroupSpec(f"g{number}", "full" if window is None else "sliding_window", page_size, 1, num_pages, window)
+        for number, window in enumerate(windows)
+    ]
+
+
 class SimulatedEngine:
     def __init__(
         self,
@@ -33,9 +41,9 @@ class SimulatedEngine:
         depth: int | None = None,
         drafter: Drafter | None = None,
         check: bool = True,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
-        group = GroupSpec("full", "full", page_size, 1, num_pages)
-        self.cache = CacheManager([group], prefix_caching)
+        self.cache = CacheManager(groups_of(windows, page_size, num_pages), prefix_caching, budget)
         self.scheduler = Scheduler(
             cache=self.cache,
             eos_token_ids=(0,),
@@ -45,8 +53,9 @@ class SimulatedEngine:
             policy=policy,
             drafter=drafter,
         )
-        self.device = SimulatedDevice(max_num_seqs, num_pages, page_size, budget, VOCAB)
-        self.max_len = min(max_model_len, num_pages * page_size)
+        self.device = SimulatedDevice(max_num_seqs, num_pages, page_size, budget, VOCAB, windows)
+        alone = num_pages * page_size if windows == (None,) else self.cache.capacity_tokens
+        self.max_len = min(max_model_len, alone)
         # The engine uses 1 and 2; nothing in the scheduler depends on it, so tests also go deeper.
         self.depth = depth or (2 if overlap else 1)
         self.check = check

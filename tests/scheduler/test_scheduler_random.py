@@ -61,7 +61,14 @@ def random_request(rng: random.Random, request_id: str, max_len: int) -> AddRequ
     )
 
 
-def random_engine(rng: random.Random, depth: int, drafts: bool) -> SimulatedEngine:
+def random_windows(rng: random.Random) -> tuple[int | None, ...]:
+    """Windows below, at and above the page sizes, multiples of them and not."""
+    small, large = rng.randint(1, 5), rng.randint(5, 14)
+    choices: list[tuple[int | None, ...]] = [(None, small), (large, None), (small, None, large), (large,)]
+    return rng.choice([*choices[:2], *choices])
+
+
+def random_engine(rng: random.Random, depth: int, drafts: bool, sliding: bool = False) -> SimulatedEngine:
     page_size = rng.choice([1, 2, 4])
     num_pages = rng.randint(2, 24) * (4 // page_size)
     return SimulatedEngine(
@@ -74,16 +81,18 @@ def random_engine(rng: random.Random, depth: int, drafts: bool) -> SimulatedEngi
         policy=rng.choice(["fifo", "priority"]),
         depth=depth,
         drafter=GuessingDrafter(rng.randint(0, 99)) if drafts else None,
+        windows=random_windows(rng) if sliding else (None,),
     )
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("block", range(3))
-def test_random_lives(block: int, depth: int, drafts: bool) -> None:
+@pytest.mark.parametrize("sliding", [False, True])
+@pytest.mark.parametrize("block", range(2))
+def test_random_lives(block: int, sliding: bool, depth: int, drafts: bool) -> None:
     for case in range(25):
         rng = random.Random(f"{block} {case}")
-        engine = random_engine(rng, depth, drafts)
+        engine = random_engine(rng, depth, drafts, sliding)
         for number in range(rng.randint(1, 14)):
             engine.add(random_request(rng, f"r{number}", engine.max_len))
             for _ in range(rng.choice([0, 0, 1, 3, 10])):
@@ -95,7 +104,8 @@ def test_random_lives(block: int, depth: int, drafts: bool) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("drafts", [False, True])
-def test_crowded_lives(depth: int, drafts: bool) -> None:
+@pytest.mark.parametrize("sliding", [False, True])
+def test_crowded_lives(depth: int, drafts: bool, sliding: bool) -> None:
     """Long outputs in a pool for two or three of them: preemption is what mostly happens."""
     num_preemptions = 0
     for case in range(25):
@@ -111,6 +121,7 @@ def test_crowded_lives(depth: int, drafts: bool) -> None:
             policy=rng.choice(["fifo", "priority"]),
             depth=depth,
             drafter=GuessingDrafter(case) if drafts else None,
+            windows=random_windows(rng) if sliding else (None,),
         )
         for number in range(12):
             sampling = SamplingParams(
@@ -137,9 +148,9 @@ def test_crowded_lives(depth: int, drafts: bool) -> None:
 class SchedulerMachine(RuleBasedStateMachine):
     """Hypothesis looks for the shortest life that breaks something."""
 
-    @initialize(seed=st.integers(0, 2**16), depth=st.integers(1, 3), drafts=st.booleans())
-    def begin(self, seed: int, depth: int, drafts: bool) -> None:
-        self.engine = random_engine(random.Random(seed), depth, drafts)
+    @initialize(seed=st.integers(0, 2**16), depth=st.integers(1, 3), drafts=st.booleans(), sliding=st.booleans())
+    def begin(self, seed: int, depth: int, drafts: bool, sliding: bool) -> None:
+        self.engine = random_engine(random.Random(seed), depth, drafts, sliding)
         self.count = 0
 
     @rule(seed=st.integers(0, 2**16))

@@ -15,7 +15,7 @@ class Outline:
 
     Fields:
         budget: tokens left.
-        is_blocked: a running sequence waits for pages: nobody else may take any, and nobody enters.
+        is_blocked: a running sequence waits for pages, so nobody enters.
     """
 
     budget: int

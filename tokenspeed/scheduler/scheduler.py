@@ -20,12 +20,13 @@ then moved on without knowing its newest token (`num_pending`). What turns out l
 Memory: an admission reserves what all known tokens will keep, and of sliding-window layers, which give back what they
 take, the pages of its first chunk. So decodes ask for more, and with sliding windows chunks do. When none are left for
 a decode the sequence with the largest key (the youngest; under `priority` the least important) is preempted: pages
-released, back in the queue at its place, computed again later. A chunk rather waits: for its own chunk in flight to
-leave the window, or for others to end; meanwhile nobody enters and no younger chunk grows. Only when nothing at all can
-be planned and no result is on its way does the youngest give way to it. The first in order is never preempted, and
-every sequence ends at `max_len` <= what the pool holds for one alone, so it ends; then the next is first. Admission
-leaves one page for each running sequence, so that what has just been preempted does not come back to be thrown out
-again.
+released, back in the queue at its place, computed again later. The first in order is never preempted, and every
+sequence ends at `max_len` <= what the pool holds for one alone, so it ends; then the next is first. Admission leaves
+one page for each running sequence, so that what has just been preempted does not come back to be thrown out again.
+
+A chunk without pages waits and preempts nobody: its own chunk in flight will leave the window, decodes will end.
+Meanwhile nobody enters. Since a plan admits only with budget that the chunks before have left, at most one running
+sequence is in the middle of its tokens; all others decode, so they end, and the one that waits is alone at last.
 """
 
 from __future__ import annotations
@@ -179,22 +180,8 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run now (idle, or everything waits for results in flight)."""
-        num_preempted = self._counters.num_preemptions
-        outline = self._outline(num_preempted)
-        while outline.is_blocked and outline.is_empty and not self._in_flight and len(self._running) > 1:
-            self._preempt(self._running[-1])  # nothing that runs will ever free what the blocked one waits for
-            outline = self._outline(num_preempted)
-        if outline.is_empty:
-            return None
-        plan = outline.finished(self._next_step_id)
-        self._next_step_id += 1
-        self._in_flight.append((plan.step_id, outline.planned()))
-        self._counters.step_tokens.append(plan.num_tokens)
-        return plan
-
-    def _outline(self, num_preempted: int) -> Outline:
-        """What runs next. `num_preempted`: preemptions before this plan was begun."""
         outline = Outline(self._budget)
+        num_preempted = self._counters.num_preemptions
         for sequence in self._plan_decodes(outline):
             if not outline.budget:
                 break
@@ -202,7 +189,13 @@ class Scheduler:
         # The memory just taken back, or waited for, is for those who run.
         if self._counters.num_preemptions == num_preempted and not outline.is_blocked:
             self._admit(outline)
-        return outline
+        if outline.is_empty:
+            return None
+        plan = outline.finished(self._next_step_id)
+        self._next_step_id += 1
+        self._in_flight.append((plan.step_id, outline.planned()))
+        self._counters.step_tokens.append(plan.num_tokens)
+        return plan
 
     def _plan_decodes(self, outline: Outline) -> list[Sequence]:
         """Rows for running sequences that need only their newest token; returns those that are behind by more."""
@@ -287,11 +280,9 @@ class Scheduler:
             return
         new_pages = self._no_pages
         if start + num_tokens > sequence.table.capacity:
-            got_pages = None
-            if not outline.is_blocked:
-                # As at an admission: a chunk that takes the last page is thrown out by the next decode.
-                spare = 0 if sequence is self._running[0] else len(self._running) - 1
-                got_pages = self._cache.reserve(sequence.table, start + num_tokens, spare_pages=spare)
+            # As at an admission: a chunk that takes the last page is thrown out by the next decode.
+            spare = 0 if sequence is self._running[0] else len(self._running) - 1
+            got_pages = self._cache.reserve(sequence.table, start + num_tokens, spare_pages=spare)
             if got_pages is None:
                 outline.is_blocked = True
                 return
