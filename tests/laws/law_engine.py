@@ -26,6 +26,7 @@ from tokenspeed.distributed.mesh import SINGLE
 from tokenspeed.engine.launch import EngineThread
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.models.registry import build_model
+from tokenspeed.moe.select import moe_need, select_moe
 from tokenspeed.protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -57,6 +58,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "truncate": False,
+        },
+    },
 }
 
 
@@ -76,7 +102,11 @@ def write_model(folder: Path, family: str, dtype: str = "float32") -> str:
     (folder / "config.json").write_text(json.dumps({**shape, **FAMILIES[family]}))
     config = read_model_config(resolve_checkpoint(str(folder), load_format="dummy"))
     ops, _ = select_ops(Need(torch.device("cpu"), torch.float32), only="reference")
-    model = build_model(config, SINGLE, scheme_for(config, ops), ops, PagedAttentionBackend(ops))
+    scheme = scheme_for(config, ops)
+    moe = None
+    if config.moe is not None:
+        moe, _ = select_moe(moe_need(config, SINGLE, scheme.expert_format, ops, None), "auto", ops)
+    model = build_model(config, SINGLE, scheme, ops, PagedAttentionBackend(ops), moe)
     generator = torch.Generator().manual_seed(17)
     tensors = {}
     for name, wanted in model.expected_shapes().items():

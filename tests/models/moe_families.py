@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tokenspeed.config.model import ModelConfig, MoeConfig, RopeConfig
+from tokenspeed.kernels.reference.mxfp4 import quantize
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -50,7 +54,9 @@ def gpt_oss(**fields: Any) -> tuple[PreTrainedModel, ModelConfig]:
         alpha=1.702,
         layout="interleaved",
     )
-    windows = tuple(8 if kind == "sliding_attention" else None for kind in hf.layer_types)
+    windows: tuple[int | None, ...] = ()
+    if "sliding_attention" in hf.layer_types:
+        windows = tuple(8 if kind == "sliding_attention" else None for kind in hf.layer_types)
     return model, _config(hf, attention_bias=True, o_bias=True, moe=moe, layer_windows=windows, attention_sinks=True)
 
 
@@ -113,3 +119,26 @@ CASES = {
     "qwen3-moe-unnormalised": lambda: qwen3_moe(norm_topk_prob=False),
     "qwen3-moe-every-second": lambda: qwen3_moe(decoder_sparse_step=2, mlp_only_layers=[]),
 }
+
+
+def save_mxfp4(model: PreTrainedModel, folder: Path) -> None:
+    """The GPT-OSS checkpoint with its experts quantized, laid out as the published ones are."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            packed, scales = quantize(tensor.transpose(1, 2))
+            tensors[f"{name}_blocks"] = packed.view(*scales.shape, 16)
+            tensors[f"{name}_scales"] = scales
+        else:
+            tensors[name] = tensor.contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    values = model.config.to_dict() | {
+        "architectures": ["GptOssForCausalLM"],
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
+            ],
+        },
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(values, default=str))

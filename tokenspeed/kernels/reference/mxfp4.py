@@ -36,7 +36,7 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def quantize(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., N], N a multiple of 32 -> packed and scale. The scale's exponent is that of the largest magnitude less 2,
     values are rounded to the nearest, ties to even, and cut off at 6 (OCP MX 1.0, section 6.3)."""
-    groups = dense.float().reshape(*dense.shape[:-1], -1, GROUP)
+    groups = dense.float().contiguous().view(*dense.shape[:-1], -1, GROUP)
     largest = groups.abs().amax(-1)
     _, exponent = torch.frexp(largest)  # largest = m * 2 ** exponent, m in [0.5, 1)
     exponent = torch.where(largest > 0, exponent - 3, torch.zeros_like(exponent)).clamp(-127, 127)
