@@ -6,8 +6,6 @@ not even admit the request.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from law_engine import engine_config, run
