@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from runner_support import tiny_model
 
 from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.config.engine import EngineConfig
-from tokenspeed.models.registry import examples
 from tokenspeed.runner.build import build_runner
-from tokenspeed.runner.warm_up import plan_pages, representatives, warm_up_plans
+from tokenspeed.runner.warm_up import EXPERT_TOKENS, plan_pages, representatives, warm_up_plans
 
 PAGE = 64
 
@@ -54,10 +54,11 @@ def test_every_kind_of_row_count_and_token_count():
     assert tokens <= {variant(plan.num_tokens) for plan in plans if plan.rows[0].num_tokens > 1} | single
 
 
-def test_a_runner_executes_them():
+@pytest.mark.parametrize("model", [tiny_model("LlamaForCausalLM"), tiny_model("GptOssForCausalLM")])
+def test_a_runner_executes_them(model):
     """Their context is whatever the memory held, NaN perhaps: a row has one token, or none."""
     config = EngineConfig(
-        model=examples()[0],
+        model=model,
         checkpoint=Checkpoint(name="x", format="config", config_path="/x", weight_files=(), tokenizer_path="/x"),
         load_format="dummy",
         device="cpu",
@@ -78,12 +79,25 @@ def test_a_runner_executes_them():
         seed=0,
         max_queue_len=5,
     )
-    plans = warm_up_plans(3, 60, 16, 4)
-    assert plan_pages(plans) <= 20
     runner = build_runner(config)
+    plans = warm_up_plans(3, 60, 16, 4, len(runner.groups), model.moe is not None)
+    assert plan_pages(plans) <= 20
     try:
         for plan in plans:
             result = runner.execute(plan).result(60)
             assert [row.slot for row in result.rows] == [row.slot for row in plan.rows]
     finally:
         runner.close()
+
+
+@pytest.mark.parametrize("max_model_len", [300, 40960])
+def test_experts_see_steps_of_more_sizes(max_model_len):
+    plans = warm_up_plans(64, max_model_len, 4096, PAGE, num_groups=2, has_experts=True)
+    usual = warm_up_plans(64, max_model_len, 4096, PAGE, num_groups=2)
+    assert [len(plan.rows) for plan in plans[: len(usual)]] == [len(plan.rows) for plan in usual]
+    totals = [plan.num_tokens for plan in plans[len(usual) :]]
+    expected = [total for total in EXPERT_TOKENS if total <= 4096]
+    assert all(total - 16 < found <= total for total, found in zip(expected, totals, strict=True))
+    for plan in plans:
+        assert all(len(admission.pages) == 2 and admission.pages[0] for admission in plan.admissions)
+        assert all(row.start + row.num_tokens <= max_model_len for row in plan.rows)

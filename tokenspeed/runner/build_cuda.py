@@ -42,7 +42,10 @@ def build_cuda_runner(config: EngineConfig) -> CudaModelRunner:
         groups = _size(config, loaded)
         bind_pool(config, loaded, groups)
     budget = config.max_num_batched_tokens
-    warm_up = warm_up_plans(config.max_num_seqs, config.max_model_len, budget, config.page_size, len(groups))
+    has_experts = config.model.moe is not None
+    warm_up = warm_up_plans(
+        config.max_num_seqs, config.max_model_len, budget, config.page_size, len(groups), has_experts
+    )
     graphs = GraphPlan(
         sizes=config.capture_sizes,
         pad=config.pad_graphs,

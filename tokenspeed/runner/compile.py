@@ -29,7 +29,7 @@ from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.kernels.cpu.native.build import cache_folders
-from tokenspeed.runner.warm_up import plan_pages, representatives, warm_up_plans
+from tokenspeed.runner.warm_up import EXPERT_TOKENS, plan_pages, representatives, warm_up_plans
 
 CACHE_VARIABLE = "TRITON_CACHE_DIR"
 WORKER_VARIABLE = "TOKENSPEED_COMPILE_WORKER"
@@ -153,8 +153,11 @@ def prepare_cache() -> Path | None:
 
 def twin(config: EngineConfig) -> EngineConfig:
     """The same engine with a layer of each kind, random weights and a pool of one sequence."""
-    batch_tokens = min(config.max_num_batched_tokens, TWIN_BATCH_TOKENS)
-    plans = warm_up_plans(config.max_num_seqs, config.max_model_len, batch_tokens, config.page_size)
+    has_experts = config.model.moe is not None
+    batch_tokens = min(config.max_num_batched_tokens, max(EXPERT_TOKENS) if has_experts else TWIN_BATCH_TOKENS)
+    plans = warm_up_plans(
+        config.max_num_seqs, config.max_model_len, batch_tokens, config.page_size, has_experts=has_experts
+    )
     num_pages = max(-(-config.max_model_len // config.page_size), plan_pages(plans))
     return msgspec.structs.replace(
         config,

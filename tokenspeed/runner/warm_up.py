@@ -15,6 +15,8 @@ from tokenspeed.protocol.step import Admission, Row, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 PREFILL_TOKENS = (2, 16, 17, 32, 33, 48, 65, 128, 512)
+EXPERT_TOKENS = (4, 8, 64, 256, 1024, 2048, 4096, 8192)
+"""Besides, for expert layers: tiles there are chosen by how many tokens an expert has to expect."""
 CONTEXT_PAGES = 2
 
 
@@ -27,7 +29,12 @@ def representatives(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def warm_up_plans(
-    max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, page_size: int, num_groups: int = 1
+    max_num_seqs: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    page_size: int,
+    num_groups: int = 1,
+    has_experts: bool = False,
 ) -> list[StepPlan]:
     """Steps that are not recorded: single tokens of many requests, and prompts.
 
@@ -35,7 +42,10 @@ def warm_up_plans(
     most `plan_pages` pages, which all cache groups share: nobody reads the results.
     """
     plans: list[StepPlan] = []
-    for num_requests, num_tokens in _kinds(max_num_seqs, max_num_batched_tokens):
+    kinds = list(_kinds(max_num_seqs, max_num_batched_tokens))
+    if has_experts:
+        kinds += _expert_kinds(max_num_seqs, max_model_len, max_num_batched_tokens)
+    for num_requests, num_tokens in kinds:
         length = min(max(CONTEXT_PAGES * page_size, num_tokens), max_model_len)
         if num_tokens <= length:
             plans.append(_plan(len(plans), num_requests, num_tokens, length, page_size, num_groups))
@@ -54,6 +64,14 @@ def _kinds(max_num_seqs: int, max_num_batched_tokens: int) -> Iterator[tuple[int
     for num_tokens in PREFILL_TOKENS:
         if num_tokens <= max_num_batched_tokens:
             yield 1, num_tokens
+
+
+def _expert_kinds(max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int) -> Iterator[tuple[int, int]]:
+    """(requests, tokens each); as few requests as hold the tokens."""
+    for total in EXPERT_TOKENS:
+        num_requests = -(-total // max_model_len)
+        if total <= max_num_batched_tokens and num_requests <= max_num_seqs:
+            yield num_requests, total // num_requests
 
 
 def _plan(step_id: int, num_requests: int, num_tokens: int, length: int, page_size: int, num_groups: int) -> StepPlan:
