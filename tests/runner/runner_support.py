@@ -27,6 +27,7 @@ from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, Row, StepPlan
 from tokenspeed.quantization.select import scheme_for
 from tokenspeed.runner.kv_pool import allocate
+from tokenspeed.runner.loaded import LoadedModel
 from tokenspeed.runner.model_runner import MAX_GRAPH_ROWS, Limits, ModelRunner
 
 CPU = torch.device("cpu")
@@ -251,8 +252,8 @@ def sum_runner(
     for layer in pages:
         layer.keys.fill_(torch.nan)
     model.bind_kv(list(pages))
-    limits = Limits(max_num_seqs, max_model_len)
-    return ModelRunner(model, PagedAttentionBackend(ops), ops, groups, limits, VOCAB, enforce_eager, []), model
+    loaded = LoadedModel(model, ops, PagedAttentionBackend(ops), [])
+    return ModelRunner(loaded, groups, Limits(max_num_seqs, max_model_len, VOCAB), enforce_eager), model
 
 
 class Plans:

@@ -28,6 +28,7 @@ from tokenspeed.runner import cuda_runner, slot_graphs
 from tokenspeed.runner.cuda_runner import CudaModelRunner, GraphPlan
 from tokenspeed.runner.decode_graphs import DecodeGraphs
 from tokenspeed.runner.kv_pool import allocate
+from tokenspeed.runner.loaded import LoadedModel
 from tokenspeed.runner.model_runner import Limits
 from tokenspeed.runner.prefill_graphs import PrefillGraphs
 from tokenspeed.runner.warm_up import warm_up_plans
@@ -144,7 +145,8 @@ def run(
     shape = (config.num_kv_heads, config.head_dim)
     model.bind_kv(list(allocate(model.cache_specs(), groups, *shape, torch.float32, DEVICE)))
     report: list[str] = []
-    runner = CudaModelRunner(model, backend, ops, groups, Limits(SLOTS, LENGTH), config.vocab_size, graphs, report)
+    loaded = LoadedModel(model, ops, backend, report)
+    runner = CudaModelRunner(loaded, groups, Limits(SLOTS, LENGTH, config.vocab_size), graphs)
     try:
         runner.capture()
         futures = [runner.execute(plan) for plan in plans]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from tokenspeed.cache.capacity import cache_profile
@@ -47,14 +49,6 @@ def build_cpu_runner(config: EngineConfig) -> ModelRunner:
         check_capacity(groups, config.max_model_len, config.max_num_batched_tokens)
         bind_pool(config, loaded, groups)
     profile = cache_profile(groups, config.max_model_len, config.max_num_batched_tokens)
-    return ModelRunner(
-        loaded.model,
-        loaded.backend,
-        loaded.ops,
-        groups,
-        Limits(config.max_num_seqs, config.max_model_len),
-        config.model.vocab_size,
-        config.enforce_eager,
-        [grammar_report, *loaded.report, profile.described()],
-        grammars,
-    )
+    loaded = replace(loaded, report=[grammar_report, *loaded.report, profile.described()])
+    limits = Limits(config.max_num_seqs, config.max_model_len, config.model.vocab_size)
+    return ModelRunner(loaded, groups, limits, config.enforce_eager, grammars)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from tokenspeed.cache.capacity import cache_profile
 from tokenspeed.cache.spec import GroupSpec, group_layers
@@ -54,8 +55,8 @@ def build_cuda_runner(config: EngineConfig) -> CudaModelRunner:
         ready=_nothing_to_watch if is_worker() else monitor.serving,
     )
     profile = cache_profile(groups, config.max_model_len, budget)
-    report = [grammar_report, compile_report, *loaded.report, profile.described()]
-    return _runner(config, loaded, groups, graphs, report, grammars)
+    loaded = replace(loaded, report=[grammar_report, compile_report, *loaded.report, profile.described()])
+    return _runner(config, loaded, groups, graphs, grammars)
 
 
 def _nothing_to_watch() -> None:
@@ -67,20 +68,10 @@ def _runner(
     loaded: LoadedModel,
     groups: list[GroupSpec],
     graphs: GraphPlan,
-    report: list[str],
     grammars: GrammarCompiler | None = None,
 ) -> CudaModelRunner:
-    return CudaModelRunner(
-        loaded.model,
-        loaded.backend,
-        loaded.ops,
-        groups,
-        Limits(config.max_num_seqs, config.max_model_len),
-        config.model.vocab_size,
-        graphs,
-        report,
-        grammars,
-    )
+    limits = Limits(config.max_num_seqs, config.max_model_len, config.model.vocab_size)
+    return CudaModelRunner(loaded, groups, limits, graphs, grammars)
 
 
 def _size(config: EngineConfig, loaded: LoadedModel) -> list[GroupSpec]:
@@ -93,7 +84,7 @@ def _size(config: EngineConfig, loaded: LoadedModel) -> list[GroupSpec]:
     decode = _decode_step(config, len(groups))
     trial = with_pages(groups, plan_pages([prefill, decode]))
     bind_pool(config, loaded, trial)
-    runner = _runner(config, loaded, trial, GraphPlan(), [])
+    runner = _runner(config, loaded, trial, GraphPlan())
     try:
         num_pages = size_cuda_pool(
             lambda: _run(runner, prefill), lambda: _run(runner, decode), groups, config, loaded.ops.device

@@ -15,13 +15,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tokenspeed.attention.interface import AttentionBackend
 from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.grammar.compiler import GrammarCompiler
-from tokenspeed.kernels.ops import Ops
 from tokenspeed.kernels.triton.registered import has_pdl
 from tokenspeed.kernels.triton.sampling import sample_rows
-from tokenspeed.models.interface import Model
 from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.messages import ProfileOptions
 from tokenspeed.protocol.step import Row, RowResult, StepPlan, StepResult
@@ -29,6 +26,7 @@ from tokenspeed.runner.constraints import Constraints
 from tokenspeed.runner.decode_graphs import DecodeGraphs
 from tokenspeed.runner.device_state import DeviceState, to_device
 from tokenspeed.runner.grammar_rows import GrammarRows
+from tokenspeed.runner.loaded import LoadedModel
 from tokenspeed.runner.memory import PREFILL_GRAPH_REQUESTS
 from tokenspeed.runner.model_runner import Limits
 from tokenspeed.runner.prefill_graphs import PrefillGraphs
@@ -94,24 +92,25 @@ class GraphPlan:
 
 
 class CudaModelRunner:
-    """Satisfies `runner.interface.Runner`."""
+    """Satisfies `runner.interface.Runner`.
+
+    Args:
+        loaded: the model over the pages of `groups`, its kernels and its report, which the runner continues.
+    """
 
     def __init__(
         self,
-        model: Model,
-        backend: AttentionBackend,
-        ops: Ops,
+        loaded: LoadedModel,
         groups: list[GroupSpec],
         limits: Limits,
-        vocab_size: int,
         graphs: GraphPlan,
-        report: list[str],
         grammars: GrammarCompiler | None = None,
     ) -> None:
+        model, backend, ops, vocab_size = loaded.model, loaded.backend, loaded.ops, limits.vocab_size
         self._model = model
         self._backend = backend
         self._groups = groups
-        self._report = report
+        self._report = loaded.report
         self._graph_plan = graphs
         self._grammars = grammars
         self._device = ops.device

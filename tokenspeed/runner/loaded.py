@@ -34,7 +34,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights, without a KV pool. `report` says what was chosen and why."""
+    """A model with its weights. `report` says what was chosen and why."""
 
     model: Model
     ops: Ops

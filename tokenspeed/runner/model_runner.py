@@ -12,17 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenspeed.attention.interface import AttentionBackend
 from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.kernels.ops import Ops
-from tokenspeed.models.interface import Model
 from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.messages import ProfileOptions
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprobs
 from tokenspeed.runner.constraints import Constraints
 from tokenspeed.runner.device_state import DeviceState
+from tokenspeed.runner.loaded import LoadedModel
 from tokenspeed.runner.profiler import StepProfiler
 from tokenspeed.runner.prompt_logprobs import PromptLogprobs
 from tokenspeed.runner.step_graphs import StepGraphs
@@ -41,39 +40,41 @@ numbers took 870 MB (the four linears of a 135M model's layer)."""
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes that fix the runner's buffers: slots, tokens a sequence."""
+    """Sizes that fix the runner's buffers: slots, tokens a sequence, logits a row."""
 
     max_num_seqs: int
     max_model_len: int
+    vocab_size: int
 
 
 class ModelRunner:
-    """Executes plans in order. See `runner.interface.Runner` for the face."""
+    """Executes plans in order. See `runner.interface.Runner` for the face.
+
+    Args:
+        loaded: the model over the pages of `groups`, its kernels and its report, which the runner continues.
+    """
 
     def __init__(
         self,
-        model: Model,
-        backend: AttentionBackend,
-        ops: Ops,
+        loaded: LoadedModel,
         groups: list[GroupSpec],
         limits: Limits,
-        vocab_size: int,
         enforce_eager: bool,
-        report: list[str],
         grammars: GrammarCompiler | None = None,
     ) -> None:
+        model, backend, ops = loaded.model, loaded.backend, loaded.ops
         self._model = model
         self._backend = backend
         self._groups = groups
         self._limits = limits
-        self._report = report
+        self._report = loaded.report
         self._grammars = grammars
-        self._constraints = Constraints(grammars, vocab_size)
+        self._constraints = Constraints(grammars, limits.vocab_size)
         # The slot after the last is scratch: rows that fill a step up. Its page tables name the scratch page.
         self._scratch_slot = limits.max_num_seqs
         num_slots = limits.max_num_seqs + 1
         self._state = DeviceState(num_slots, limits.max_model_len, groups, ops.device)
-        self._sampler = Sampler(limits.max_num_seqs, vocab_size, ops.device)
+        self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size, ops.device)
         self._prompts = PromptLogprobs(model, self._state.token_ids)
         self._graphs: StepGraphs | None = None
         self._splits_steps = ops.recorder is not None
