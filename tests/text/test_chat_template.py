@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from text_models import model_config
 from transformers import PreTrainedTokenizerFast
 
 from tokenspeed.protocol.errors import ConfigError, InvalidRequest
-from tokenspeed.text import template_env
+from tokenspeed.text import template_bounds, template_env
 from tokenspeed.text.chat_template import ChatTemplate, load_chat_template, render_chat_ids
 from tokenspeed.text.codec import Tokenizer
 from tokenspeed.text.shield import Shield
@@ -384,6 +385,67 @@ def test_sandbox_refuses(source: str) -> None:
     template = ChatTemplate({}, special_tokens={}, spellings=())
     with pytest.raises(InvalidRequest, match="cannot render"):
         template.render(USER, chat_template=source)
+
+
+BIG = "{% set b = 'x' * 6000000 %}"
+LAUGHS = "{% set n = namespace(a=['x' * 1000]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set n = namespace(a='x') %}{% for i in range(99) %}{% set n.a = n.a ~ n.a %}{% endfor %}",
+        "{% set n = namespace(a='x') %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}",
+        "{% set n = namespace(a=[1]) %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}",
+        BIG + "{% set n = namespace(a=[]) %}{% for i in range(999) %}{% set n.a = n.a + [b ~ i] %}{% endfor %}",
+        BIG + "{% set n = namespace(a=[]) %}{% for i in range(999) %}{% set n.a = n.a + [b.upper()] %}{% endfor %}",
+        BIG + "{% set c %}{% for i in range(999) %}{{ b }}{% endfor %}{% endset %}",
+        BIG + "{{ ([b] * 9) | join(b) }}",
+        "{% set b = 'x' * 60000 %}{{ b.replace('x', b) }}",
+        "{% set b = 'x' * 60000 %}{{ b | replace('x', b) }}",
+        "{% set b = 'x' * 60000 %}{{ b.join(b) }}",
+        "{% set b = 'x' * 60000 %}{{ b | join(b) }}",
+        "{% set b = 'x' * 60000 %}{{ ([{'a': b}] * 2000) | join('', 'a') }}",
+        "{% set b = 'x' * 60000 %}{{ ('%s' * 60000) | format(b) }}{{ ('%s' * 60000) % ((b,) * 60000) }}",
+        "{% set b = 'x' * 60000 %}{{ ('{0}' * 60000).format(b) }}",
+        "{% set b = '\\n' * 60000 %}{{ b | indent(60000) }}",
+        "{% set b = 'x ' * 60000 %}{{ b | wordwrap(1, true, b) }}",
+        "{% set b = '\\t' * 60000 %}{{ b.expandtabs(60000) }}",
+        "{{ [[1]] | tojson(indent=60000000) }}",
+        LAUGHS + "{{ n.a }}",
+        LAUGHS + "{{ n.a | tojson }}",
+        LAUGHS + "{{ n.a | string }}",
+        LAUGHS + "{{ 'x' ~ n.a }}",
+        LAUGHS + "{{ '%s' % n.a }}",
+        "{{ lipsum(n=1000000) }}",
+        "{% set c %}{% for i in range(99999) %}{% for j in range(99999) %}" + "x" * 999 + "{% endfor %}{% endfor %}"
+        "{% endset %}",
+    ],
+)
+def test_memory_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: `*` and padding were bounded, but `~`, joining, replacing, nested lists and what is printed into a
+    variable were not: a line of template took all memory."""
+    template = ChatTemplate({}, special_tokens={}, spellings=())
+    monkeypatch.setattr(template_env, "MAX_MADE_BYTES", 1 << 28)
+    monkeypatch.setattr(template_bounds, "MAX_NODES", 1 << 14)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="cannot render"):
+            template.render(USER, chat_template=source)
+        assert tracemalloc.get_traced_memory()[1] < 3 << 28
+    finally:
+        tracemalloc.stop()
+
+
+def test_measured_operators_give_what_jinjas_do() -> None:
+    template = ChatTemplate({}, special_tokens={}, spellings=())
+    source = (
+        "{{ 1 ~ 'a' ~ none ~ [1] }}|{{ [{'a': 1}, {'a': 'x'}] | join('-', attribute='a') }}|{{ 'ab' | join('.') }}|"
+        "{{ '-'.join(['a', 'b']) }}|{{ 'aXa' | replace('a', 'bb', 1) }}|{{ {'a': [1]} | tojson(indent=2) }}|"
+        "{% for i in range(2) %}{{ loop.index }}{% else %}none{% endfor %}|{{ ['a', 'b'] | map('upper') | join }}"
+    )
+    wanted = '1aNone[1]|1-x|a.b|a-b|bbXa|{\n  "a": [\n    1\n  ]\n}|12|AB'
+    assert template.render(USER, chat_template=source).text == wanted
 
 
 def test_time_and_size_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
