@@ -307,6 +307,29 @@ def test_the_engine_counts_tokens_and_ends(tmp_path):
         engine.close()
 
 
+def test_a_run_of_a_sparse_model(tmp_path, capsys, monkeypatch):
+    """Its bound grows with the batch, by the experts that more tokens hit; its layers with a window read no more."""
+    monkeypatch.setattr(device, "CPU_READ_BYTES", 2**20)
+    monkeypatch.setattr(device, "CPU_MATMUL_SIZE", 64)
+    shape = GPT_OSS_20B | dict(hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+                               num_key_value_heads=2, head_dim=16, vocab_size=320, max_position_embeddings=512,
+                               layer_types=["sliding_attention", "full_attention"], sliding_window=32)  # fmt: skip
+    argv = ["--model-config", str(write_config(tmp_path, **shape)), "--dtype", "bfloat16", "--prompt-len", "48",
+            "--batch", "1,3", "--prefill", "none", "--repeats", "1", "--num-threads", "1"]  # fmt: skip
+    assert offline.run(argv) == 0
+    *shown, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    expert_bytes = 2 * (3 * 64 * 32 * 17 // 32 + 2 * (2 * 32 + 64))
+    assert found["expert_bytes"] == 32 * expert_bytes
+    one, three = found["decode"]
+    hit = 32 * (1 - (1 - 4 / 32) ** 3)
+    assert one["weight_bytes"] == found["weight_bytes"] + 128 + 4 * expert_bytes
+    assert three["weight_bytes"] == pytest.approx(found["weight_bytes"] + 3 * 128 + hit * expert_bytes, abs=1)
+    assert one["kv_bytes"] == (32 + 48 + 88) * 2 * 2 * 16 * 2
+    assert any("GB of experts that are hit" in line for line in shown)
+    assert any(choice.startswith("Cache profile: ") and "window 32" in choice for choice in found["choices"])
+
+
 def test_a_run_ends_in_one_line_of_json(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(device, "CPU_READ_BYTES", 2**20)
     monkeypatch.setattr(device, "CPU_MATMUL_SIZE", 64)

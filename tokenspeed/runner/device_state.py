@@ -65,6 +65,8 @@ class DeviceState:
     def grow(self, rows: list[Row]) -> None:
         """Append the pages that the rows bring."""
         for row in rows:
+            if not any(row.new_pages):  # as a rule: a decode row gets a page every page_size steps
+                continue
             for group, pages in enumerate(row.new_pages):
                 if pages:
                     self._append_pages(group, row.slot, pages)
