@@ -1,0 +1,478 @@
+"""Experts on tensor cores: one GEMM over the tiles of `moe_align`, once for gate and up, once for down; then the sum.
+
+Formula   h[i] = activation(W_gate_up[e] x[t] + b), i = place of pair (t, j) among the pairs sorted by expert e
+          part[t, j] = weights[t, j] (W_down[e] h[i] + b);  out[t] = residual[t] + sum over j of part[t, j], in order
+Bytes     few tokens: each distinct expert's matrices once. Operations 6 T k H I.
+Bound     on an H200 4.26 TB/s for few tokens, 808 TFLOP/s bf16 for a prompt.
+
+Weights are the tall operand, acc[BLOCK_N, BLOCK_M] = W[BLOCK_N, K] x[BLOCK_M, K].T, so that 16 tokens fill a tensor
+core, and weights kept in 4 or 8 bits are widened to bfloat16 in the registers from which the tensor core takes them.
+Tiles are numbered so that programs that run at the same time share the weights of an expert and rows of x in L2.
+
+All three launches use programmatic dependent launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tokenspeed.kernels.triton.moe_align import Grouping
+from tokenspeed.kernels.triton.moe_mxfp4 import Mxfp4Weight
+from tokenspeed.kernels.triton.prefetch import prefetch_l2
+from tokenspeed.moe.interface import Activation, ExpertFormat
+
+SCALE_BLOCK = tl.constexpr(128)
+"""Rows and columns of e4m3 weights that share a scale; columns whose MXFP4 scales lie together."""
+
+Decode = Literal["join", "dots"]
+"""How MXFP4 reaches the tensor cores: four slots put together to one operand, or one product for each slot."""
+
+
+@triton.jit
+def _decode_ptx(halves, factors):
+    """int16 halves [N, C] of four E2M1 values, factors bfloat16 [N, C] -> the values of slots 0 to 3, bfloat16 [N, C].
+
+    Two halves an instruction; see `moe_mxfp4`."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 t, a, b, c, d;
+        and.b32 a, $4, 0x81C081C0;
+        shl.b32 t, $4, 3;
+        and.b32 b, t, 0x81C081C0;
+        shl.b32 t, $4, 6;
+        and.b32 c, t, 0x81C081C0;
+        shl.b32 t, $4, 1;
+        and.b32 d, t, 0x80008000;
+        shr.u32 t, $4, 3;
+        lop3.b32 d, t, 0x01800180, d, 0xEA;
+        shr.u32 t, $4, 7;
+        lop3.b32 d, t, 0x00400040, d, 0xEA;
+        mul.bf16x2 $0, a, $5;
+        mul.bf16x2 $1, b, $5;
+        mul.bf16x2 $2, c, $5;
+        mul.bf16x2 $3, d, $5;
+        }
+        """,
+        "=r,=r,=r,=r,r,r",
+        [halves, factors],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _factor(words, DTYPE: tl.constexpr):
+    """The power of two with the lowest byte as bfloat16's exponent; bfloat16 where DTYPE is that, else float32."""
+    if tl.bfloat16 == DTYPE:
+        factor = ((words & 255) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        factor = ((words & 255) << 23).to(tl.float32, bitcast=True)
+    return factor
+
+
+@triton.jit
+def _from_bits(bits, factors):
+    """Bits of a bfloat16 times a factor, in float32."""
+    return (bits << 16).to(tl.float32, bitcast=True) * factors.to(tl.float32)
+
+
+@triton.jit
+def _mxfp4_slots(halves, factors, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """halves int16 [N, C], factors [N, C] from `_factor` -> the values of slots 0 to 3, four times [N, C] in DTYPE."""
+    if PTX:
+        s0, s1, s2, s3 = _decode_ptx(halves, factors)
+    else:
+        w = halves.to(tl.int32)
+        s0 = _from_bits(w & 0x81C0, factors).to(DTYPE)
+        s1 = _from_bits((w << 3) & 0x81C0, factors).to(DTYPE)
+        s2 = _from_bits((w << 6) & 0x81C0, factors).to(DTYPE)
+        s3 = _from_bits(((w << 1) & 0x8000) | ((w >> 3) & 0x0180) | ((w >> 7) & 0x0040), factors).to(DTYPE)
+    return s0, s1, s2, s3
+
+
+@triton.jit
+def _finish(acc):
+    """acc itself, by no instruction: the use makes the compiler wait for the product at the end of a step.
+
+    Products that are still running where a loop begins again, and take a matrix from registers that the loop writes,
+    are run one by one by ptxas 12.8 (its note C7515)."""
+    return tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _widen_e4m3(w, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """By way of float32, because the compiler's own way to bfloat16 runs at an eighth of the rate."""
+    if PTX:
+        wide = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high, a, b, c, d;
+            .reg .b32 ab, cd;
+            .reg .f32 fa, fb, fc, fd;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 ab, low;
+            cvt.rn.f16x2.e4m3x2 cd, high;
+            mov.b32 {a, b}, ab;
+            mov.b32 {c, d}, cd;
+            cvt.f32.f16 fa, a;
+            cvt.f32.f16 fb, b;
+            cvt.f32.f16 fc, c;
+            cvt.f32.f16 fd, d;
+            cvt.rn.bf16x2.f32 $0, fb, fa;
+            cvt.rn.bf16x2.f32 $1, fd, fc;
+            }
+            """,
+            "=r,=r,r",
+            [w],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        wide = w.to(DTYPE)
+    return wide
+
+
+@triton.jit
+def _activate(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """See `moe.interface.Activation`; LIMIT 0 = none. A NaN stays one."""
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0
+    return gate * tl.sigmoid(ALPHA * gate) * up
+
+
+@triton.jit
+def _add_product(
+    acc, w_row, scale_row, x_row, start,
+    K: tl.constexpr, SCALE_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr, DECODE: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc + W[:, start : start + BLOCK_K] x[:, ...].T. Pointers to the first column: w_row [BLOCK_N, 1], x_row
+    [1, BLOCK_M], scale_row [BLOCK_N]."""
+    DTYPE: tl.constexpr = x_row.dtype.element_ty
+    WHOLE: tl.constexpr = K % BLOCK_K == 0
+    cols = start + tl.arange(0, BLOCK_K)
+    if FORMAT == "mxfp4":
+        C: tl.constexpr = BLOCK_K // 4
+        inner = tl.arange(0, C)
+        if WHOLE:
+            halves = tl.load(w_row + (start // 4 + inner)[None, :])
+        else:
+            halves = tl.load(
+                w_row + (start // 4 + inner)[None, :], mask=(start // 4 + inner < K // 4)[None, :], other=0
+            )
+        # Only views and arithmetic between loads and product: then the compiler loads into the registers from which
+        # tensor cores take a matrix. An index (tl.arange) in between sends every value through shared memory.
+        words = tl.load(scale_row + start // 128 * SCALE_STRIDE)
+        even = tl.join(_factor(words, DTYPE), _factor(words >> 16, DTYPE))
+        odd = tl.join(_factor(words >> 8, DTYPE), _factor(words >> 24, DTYPE))
+        factors = tl.reshape(tl.join(even, odd), (BLOCK_N, 4, 1))
+        factors = tl.broadcast_to(factors, (BLOCK_N, 4, 8))
+        factors = tl.reshape(factors, (BLOCK_N, C))
+        s0, s1, s2, s3 = _mxfp4_slots(halves, factors, DTYPE, PTX)
+        if DECODE == "dots":
+            block_cols = start + inner // 8 * 32 + inner % 8
+            acc = tl.dot(s0, _load_x(x_row, block_cols, K, WHOLE), acc, input_precision=PRECISION)
+            acc = tl.dot(s1, _load_x(x_row, block_cols + 8, K, WHOLE), acc, input_precision=PRECISION)
+            acc = tl.dot(s2, _load_x(x_row, block_cols + 16, K, WHOLE), acc, input_precision=PRECISION)
+            acc = tl.dot(s3, _load_x(x_row, block_cols + 24, K, WHOLE), acc, input_precision=PRECISION)
+        else:
+            # Columns in the order slot, block, half, so that no value changes its thread; x in the same order.
+            slots = tl.join(tl.join(s0, s2), tl.join(s1, s3))
+            wide = tl.reshape(tl.permute(slots, (0, 2, 3, 1)), (BLOCK_N, BLOCK_K))
+            at = tl.arange(0, BLOCK_K)
+            joined_cols = start + tl.max_contiguous(tl.multiple_of(at % C // 8 * 32 + at // C * 8 + at % 8, 8), 8)
+            acc = tl.dot(wide, _load_x(x_row, joined_cols, K, WHOLE), acc, input_precision=PRECISION)
+            if PTX:
+                acc = _finish(acc)
+    else:
+        if WHOLE:
+            w = tl.load(w_row + cols[None, :])
+        else:
+            w = tl.load(w_row + cols[None, :], mask=(cols < K)[None, :], other=0.0)
+        x = _load_x(x_row, cols, K, WHOLE)
+        if FORMAT == "fp8_block":
+            scale = tl.load(scale_row + start // SCALE_BLOCK * SCALE_STRIDE)
+            acc += tl.dot(_widen_e4m3(w, DTYPE, PTX), x, input_precision=PRECISION) * scale[:, None]
+        else:
+            acc = tl.dot(w, x, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _load_x(x_row, cols, K: tl.constexpr, WHOLE: tl.constexpr):
+    if WHOLE:
+        x = tl.load(x_row + cols[:, None])
+    else:
+        x = tl.load(x_row + cols[:, None], mask=(cols < K)[:, None], other=0.0)
+    return x
+
+
+@triton.jit(do_not_specialize=["max_tiles", "num_pairs"])
+def _grouped_kernel(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    pairs_ptr,
+    tiles_ptr,
+    route_ptr,
+    y_ptr,
+    max_tiles,
+    num_pairs,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_UP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DECODE: tl.constexpr,
+    PTX: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile of pairs times BLOCK_N weight rows (and a part of K).
+
+    IS_UP: x [T, K] by pair // TOP_K, N = 2 I interleaved rows, y = h [P, I] by place. Otherwise x = h [P, K] by place,
+    y = parts [SPLIT_K, P, N] by pair, times the pair's weight.
+    """
+    NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    group = program // (GROUP_M * NUM_N)
+    group_tiles = min(max_tiles - group * GROUP_M, GROUP_M)
+    inner = program % (GROUP_M * NUM_N)
+    tile = group * GROUP_M + inner % group_tiles
+    first_row = inner // group_tiles * BLOCK_N
+    split = tl.program_id(1)
+    if PDL and IS_UP:
+        gdc_wait()
+    # The launch of down has the tiles before its turn: gate and up waited for them.
+    expert = tl.load(tiles_ptr + tile)
+    if expert < 0:
+        return
+    places = tl.load(tiles_ptr + max_tiles + tile) + tl.arange(0, BLOCK_M)
+    end = tl.load(tiles_ptr + 2 * max_tiles + tile)
+    live = places < end
+    pairs = tl.load(pairs_ptr + tl.minimum(places, end - 1))
+    rows = first_row + tl.arange(0, BLOCK_N)
+    if N % BLOCK_N != 0:
+        safe_rows = tl.minimum(rows, N - 1)
+    else:
+        safe_rows = rows
+    wide_expert = expert.to(tl.int64)
+    W_STRIDE: tl.constexpr = K // 4 if FORMAT == "mxfp4" else K
+    SCALE_STRIDE: tl.constexpr = N if FORMAT == "mxfp4" else 1
+    if FORMAT == "mxfp4":
+        scale_row = scale_ptr + wide_expert * ((K + SCALE_BLOCK - 1) // SCALE_BLOCK * N) + safe_rows
+    else:
+        scale_row = scale_ptr
+        if FORMAT == "fp8_block":
+            COLUMN_BLOCKS: tl.constexpr = (K + SCALE_BLOCK - 1) // SCALE_BLOCK
+            if IS_UP:
+                HALF_BLOCKS: tl.constexpr = (N // 2 + SCALE_BLOCK - 1) // SCALE_BLOCK
+                block_row = safe_rows % 2 * HALF_BLOCKS + safe_rows // 2 // SCALE_BLOCK
+                scale_row += (wide_expert * (2 * HALF_BLOCKS) + block_row) * COLUMN_BLOCKS
+            else:
+                ROW_BLOCKS: tl.constexpr = (N + SCALE_BLOCK - 1) // SCALE_BLOCK
+                scale_row += (wide_expert * ROW_BLOCKS + safe_rows // SCALE_BLOCK) * COLUMN_BLOCKS
+    w_row = w_ptr + wide_expert * (N * W_STRIDE) + (safe_rows * W_STRIDE)[:, None]
+    BLOCKS_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    SPAN: tl.constexpr = (BLOCKS_K + SPLIT_K - 1) // SPLIT_K * BLOCK_K
+    start_k = split * SPAN
+    if PDL:
+        if PREFETCH_LINES > 0:
+            per_line: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
+            per_value: tl.constexpr = K // W_STRIDE
+            lines = tl.arange(0, PREFETCH_LINES) * per_line
+            prefetch_l2((w_row + start_k // per_value + lines[None, :]).to(tl.int64, bitcast=True))
+        if not IS_UP:
+            gdc_wait()
+        gdc_launch_dependents()
+    if IS_UP:
+        x_row = x_ptr + ((pairs // TOP_K).to(tl.int64) * K)[None, :]
+    else:
+        x_row = x_ptr + (tl.minimum(places, end - 1).to(tl.int64) * K)[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for start in tl.range(start_k, min(start_k + SPAN, K), BLOCK_K, num_stages=STAGES):
+        acc = _add_product(
+            acc, w_row, scale_row, x_row, start,
+            K, SCALE_STRIDE, BLOCK_N, BLOCK_K, FORMAT, DECODE, PTX, PRECISION,
+        )  # fmt: skip
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert * N + rows, mask=rows < tl.where(split == 0, N, 0), other=0.0)
+        acc += bias.to(tl.float32)[:, None]
+    if IS_UP:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
+        h = _activate(gate, up, LIMIT, ALPHA)
+        h_cols = first_row // 2 + tl.arange(0, BLOCK_N // 2)
+        where = places.to(tl.int64)[None, :] * (N // 2) + h_cols[:, None]
+        tl.store(y_ptr + where, h.to(y_ptr.dtype.element_ty), mask=live[None, :] & (h_cols < N // 2)[:, None])
+    else:
+        acc *= tl.load(route_ptr + pairs)[None, :]
+        where = (split.to(tl.int64) * num_pairs + pairs)[None, :] * N + rows[:, None]
+        tl.store(y_ptr + where, acc.to(y_ptr.dtype.element_ty), mask=live[None, :] & (rows < N)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _combine_kernel(
+    parts_ptr,
+    residual_ptr,
+    y_ptr,
+    num_tokens,
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token, BLOCK columns: residual + the sum of its parts, experts in the router's order."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < H
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for choice in tl.static_range(TOP_K):
+        for split in tl.static_range(SPLIT_K):
+            row = (split * num_tokens + token) * TOP_K + choice
+            total += tl.load(parts_ptr + row * H + cols, mask=inside, other=0.0).to(tl.float32)
+    where = token * H + cols
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + where, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + where, total.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTile:
+    """Weight rows and columns of a tile, programs that share an output (down only), pipeline stages, warps, tiles of
+    pairs that share weights in L2, and 128-byte lines of each weight row brought into L2 before the turn (down)."""
+
+    block_n: int = 128
+    block_k: int = 64
+    split_k: int = 1
+    stages: int = 4
+    num_warps: int = 4
+    group_m: int = 1
+    decode: Decode = "join"
+    prefetch_lines: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrix:
+    """One matrix [N, K] of E experts; form and scales as in `moe.interface.ExpertWeights`, MXFP4 as in `moe_mxfp4`."""
+
+    format: ExpertFormat
+    weight: torch.Tensor
+    scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    num_rows: int
+    width: int
+
+
+def expert_matrix(
+    format: ExpertFormat, weight: torch.Tensor | Mxfp4Weight, scale: torch.Tensor | None, bias: torch.Tensor | None
+) -> ExpertMatrix:
+    """Put one together; `weight` contiguous."""
+    if isinstance(weight, Mxfp4Weight):
+        _, num_rows, words = weight.codes.shape
+        return ExpertMatrix(format, weight.codes.view(torch.int16), weight.scales, bias, num_rows, words * 8)
+    return ExpertMatrix(format, weight, scale, bias, weight.shape[1], weight.shape[2])
+
+
+def grouped_gate_up(
+    x: torch.Tensor, matrix: ExpertMatrix, grouping: Grouping, top_k: int, activation: Activation,
+    tile: GroupedTile, pdl: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """x [T, H] contiguous -> h [T * top_k, I] in x's dtype, rows in the order of `grouping.pairs`."""
+    h = x.new_empty(x.shape[0] * top_k, matrix.num_rows // 2)
+    _launch(x, matrix, grouping, top_k, activation, None, h, tile, pdl)
+    return h
+
+
+def grouped_down(
+    h: torch.Tensor, matrix: ExpertMatrix, grouping: Grouping, weights: torch.Tensor, dtype: torch.dtype,
+    tile: GroupedTile, pdl: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """h of `grouped_gate_up`, weights [T, k] float32 -> parts [split_k, T * k, H] in `dtype`, by pair, weighted."""
+    parts = torch.empty(tile.split_k, h.shape[0], matrix.num_rows, dtype=dtype, device=h.device)
+    _launch(h, matrix, grouping, weights.shape[1], None, weights, parts, tile, pdl)
+    return parts
+
+
+def _launch(
+    x: torch.Tensor, matrix: ExpertMatrix, grouping: Grouping, top_k: int, activation: Activation | None,
+    weights: torch.Tensor | None, out: torch.Tensor, tile: GroupedTile, pdl: bool,
+) -> None:  # fmt: skip
+    is_up = activation is not None
+    programs = grouping.max_tiles * triton.cdiv(matrix.num_rows, tile.block_n)
+    _grouped_kernel[(programs, 1 if is_up else tile.split_k)](
+        x, matrix.weight, matrix.scale, matrix.bias, grouping.pairs, grouping.tiles, weights, out,
+        grouping.max_tiles, grouping.pairs.shape[0],
+        **grouped_constants(matrix, grouping.block_m, top_k, activation, tile, x.dtype, pdl),
+        num_warps=tile.num_warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def grouped_constants(
+    matrix: ExpertMatrix, block_m: int, top_k: int, activation: Activation | None, tile: GroupedTile,
+    dtype: torch.dtype, pdl: bool,
+) -> dict[str, object]:  # fmt: skip
+    """The kernel's constants; `activation` None = the down matrix."""
+    is_up = activation is not None
+    is_ptx = dtype == torch.bfloat16 and torch.version.hip is None and not triton.knobs.runtime.interpret
+    return {
+        "N": matrix.num_rows,
+        "K": matrix.width,
+        "TOP_K": top_k,
+        "BLOCK_M": block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k if matrix.format == "dense" else 128,
+        "SPLIT_K": 1 if is_up else tile.split_k,
+        "GROUP_M": tile.group_m,
+        "STAGES": tile.stages,
+        "IS_UP": is_up,
+        "LIMIT": (activation.limit or 0.0) if activation is not None else 0.0,
+        "ALPHA": activation.alpha if activation is not None and activation.limit is not None else 1.0,
+        "HAS_BIAS": matrix.bias is not None,
+        "FORMAT": matrix.format,
+        "DECODE": tile.decode,
+        "PTX": is_ptx,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "PREFETCH_LINES": 0 if is_up else tile.prefetch_lines,
+        "PDL": pdl,
+    }
+
+
+def combine(
+    parts: torch.Tensor, num_tokens: int, top_k: int, residual: torch.Tensor | None, dtype: torch.dtype,
+    pdl: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """parts of `grouped_down` -> [T, H] in `dtype`: residual itself, added to in place, when given."""
+    split_k, _, width = parts.shape
+    out = torch.empty(num_tokens, width, dtype=dtype, device=parts.device) if residual is None else residual
+    block = min(1024, triton.next_power_of_2(width))
+    _combine_kernel[(num_tokens, triton.cdiv(width, block))](
+        parts, residual, out, num_tokens, H=width, TOP_K=top_k, SPLIT_K=split_k, BLOCK=block,
+        HAS_RESIDUAL=residual is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
