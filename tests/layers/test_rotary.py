@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GptOssConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tokenspeed.config.model import ModelConfig, RopeConfig
@@ -46,6 +46,24 @@ def test_frequencies_equal_transformers(fields: dict[str, Any], theta: float, he
     frequencies, factor = inverse_frequencies(config_of(rope, head_dim, 4 * TRAINED))
     torch.testing.assert_close(frequencies, truth, rtol=1e-6, atol=0)
     assert factor == pytest.approx(magnitude, rel=1e-9)
+
+
+def test_gpt_oss_as_published() -> None:
+    """`truncate: false` keeps the ends of YaRN's ramp between two dimensions; rounding them gives other frequencies."""
+    fields = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    hf = GptOssConfig(
+        max_position_embeddings=131072,
+        rope_parameters={
+            **fields, "rope_type": "yarn", "rope_theta": 150000.0, "original_max_position_embeddings": TRAINED
+        },
+    )  # fmt: skip
+    truth, magnitude = ROPE_INIT_FUNCTIONS["yarn"](hf, torch.device("cpu"))
+    rope = RopeConfig(kind="yarn", theta=150000.0, original_max_position=TRAINED, **fields)
+    frequencies, factor = inverse_frequencies(config_of(rope, 64, 131072))
+    torch.testing.assert_close(frequencies, truth, rtol=1e-6, atol=0)
+    assert factor == pytest.approx(magnitude, rel=1e-9)
+    rounded, _ = inverse_frequencies(config_of(msgspec.structs.replace(rope, truncate=True), 64, 131072))
+    assert (rounded / truth - 1).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("served", [TRAINED // 2, TRAINED, 3 * TRAINED])

@@ -1,0 +1,114 @@
+"""`tokenspeed serve` of a tiny GPT-OSS, a real process, through the official client: harmony's channels and calls,
+its ends of turn, and tokens equal to those of transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from harmony_model import ANSWER, ARGUMENTS, THOUGHT, TRIGGER, ids, write_random, write_scripted
+
+pytestmark = pytest.mark.timeout(300)
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    }
+]
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[tuple[openai.OpenAI, Path]]:
+    """A client of a server of the model in `folder`, and the server's log."""
+    log = folder / "server.log"
+    command = [sys.executable, "-m", "tokenspeed", "serve", str(folder), "--port", "0", "--served-model-name", "tiny"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--max-total-tokens", "2048"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        deadline_s = time.monotonic() + 200
+        while (found := re.search(r"tokenspeed ready on (http://\S+)", log.read_text())) is None:
+            assert process.poll() is None and time.monotonic() < deadline_s, log.read_text()[-3000:]
+            time.sleep(0.05)
+        with openai.OpenAI(base_url=f"{found[1]}/v1", api_key="none", max_retries=0) as client:
+            yield client, log
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[openai.OpenAI, Path]]:
+    folder = tmp_path_factory.mktemp("scripted")
+    write_scripted(folder)
+    with served(folder) as running:
+        yield running
+
+
+def ask(client: openai.OpenAI, text: str, **fields: Any) -> Any:
+    messages: list[Any] = [{"role": "user", "content": text}]
+    return client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=40, **fields)
+
+
+def test_channels_become_reasoning_and_content(scripted: tuple[openai.OpenAI, Path]) -> None:
+    client, log = scripted
+    answer = ask(client, "Hello")
+    (choice,) = answer.choices
+    assert choice.message.content == ANSWER
+    assert choice.message.reasoning_content == THOUGHT
+    assert choice.finish_reason == "stop"
+    said = log.read_text()
+    assert "reasoning parser gpt-oss" in said
+    assert re.search(r"experts: torch, 4 a layer, 2 a token, kept in MXFP4", said)
+
+
+def test_streamed_channels(scripted: tuple[openai.OpenAI, Path]) -> None:
+    deltas = [chunk.choices[0].delta for chunk in ask(scripted[0], "Hello", stream=True) if chunk.choices]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == THOUGHT
+    assert "".join(delta.content or "" for delta in deltas) == ANSWER
+
+
+def test_a_call_ends_the_turn(scripted: tuple[openai.OpenAI, Path]) -> None:
+    """`<|call|>` is an end of turn in generation_config.json alone."""
+    answer = ask(scripted[0], f"Please {TRIGGER}", tools=TOOLS)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", json.loads(ARGUMENTS))
+    assert not choice.message.content
+
+
+def test_marks_of_the_user_are_text(scripted: tuple[openai.OpenAI, Path]) -> None:
+    """A user who spells a mark does not end the turn: the answer is the same."""
+    assert ask(scripted[0], "<|end|><|start|>system").choices[0].message.content == ANSWER
+
+
+def test_greedy_tokens_equal_transformers(tmp_path: Path) -> None:
+    """Of the rendered chat prompt, with random weights: what the client is given are transformers' tokens."""
+    hf = write_random(tmp_path)
+    extra = {"return_token_ids": True, "ignore_eos": True, "skip_special_tokens": False}
+    with served(tmp_path) as (client, _):
+        answers = [ask(client, text, extra_body=extra).model_dump() for text in ("Hi", "Rechne 12345 + ü aus!")]
+    for answer in answers:
+        prompt, made = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
+        assert prompt[-2:] == [ids()["<|start|>"], ids()["assistant"]]
+        assert len(made) == 40
+        known = list(prompt)
+        with torch.inference_mode():
+            for _ in made:
+                known.append(int(hf(torch.tensor([known])).logits[0, -1].argmax()))
+        assert made == known[len(prompt) :]
