@@ -144,6 +144,29 @@ async def test_one_call_only(ending: str):
     assert one.finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7])
+async def test_one_call_ends_the_generation(stream: bool, chunk: int):
+    """The bug: with `parallel_tool_calls: false` the model wrote on to max_tokens, and all of it but the first call was
+    dropped. Now the engine is told to stop there; other choices go on."""
+    call = qwen_call("f", '{"a": 1}')
+    engine = ScriptedClient(lambda _request, index: ["Hm. " + call + "x" * 500, call * 2, "no call" + "y" * 90][index])
+    engine.chunk = chunk
+    async with serving(engine) as http:
+        body = chat(tools=TOOLS, parallel_tool_calls=False, stream=stream)
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        response = await http.post(URL, json={**body, **options})
+        usage = (events(response.text)[-1] if stream else response.json())["usage"]
+        assert usage["completion_tokens"] < len("Hm. " + call) + chunk
+        assert engine.closed_early and not engine.running
+        choices = await both(http, tools=TOOLS, parallel_tool_calls=False, n=3)
+        metrics = (await http.get("/metrics")).text
+    assert [choice.finish_reason for choice in choices] == ["tool_calls", "tool_calls", "stop"]
+    assert [choice.content for choice in choices] == ["Hm.", "", "no call" + "y" * 90]
+    assert [call[1:] for choice in choices for call in choice.calls] == [("f", '{"a": 1}')] * 2
+    assert 'finish_reason="abort"' not in metrics or 'finish_reason="abort"} 0' in metrics
+
+
 async def test_ids_of_families_that_number_their_calls_go_on_from_the_history():
     text = (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:2<|tool_call_argument_begin|>{}<|tool_call_end|>"

@@ -86,10 +86,17 @@ class ServerContext:
         self.live_ids.discard(request_id)
 
 
+def _never() -> bool:
+    return False
+
+
 async def generate(
-    context: ServerContext, requests: list[GenerationRequest]
+    context: ServerContext, requests: list[GenerationRequest], is_done: Callable[[], bool] = _never
 ) -> AsyncGenerator[tuple[int, GenerationEvent], None]:
     """Events of one or several prompts as they come, each with its prompt's number. Closing it aborts what still runs.
+
+    Args:
+        is_done: with one prompt: asked behind each event; True = its reader has all it wants, what still runs is ended.
 
     Raises:
         InvalidRequest, Overloaded, EngineDead: from the client, before the first event of that prompt. InvalidRequest
@@ -97,7 +104,7 @@ async def generate(
         GenerationFailed: a sequence ended in an error, or without an end.
     """
     if len(requests) == 1:
-        async with aclosing(_metered(context, requests[0])) as events:
+        async with aclosing(_metered(context, requests[0], is_done)) as events:
             async for event in events:
                 yield 0, event
         return
@@ -135,7 +142,9 @@ async def _feed(
         queue.put_nowait(None)
 
 
-async def _metered(context: ServerContext, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+async def _metered(
+    context: ServerContext, request: GenerationRequest, is_done: Callable[[], bool] = _never
+) -> AsyncGenerator[GenerationEvent, None]:
     """One engine request: counted, logged, closed, and never ending without an end."""
     meter = RequestMeter(context.metrics, request.sampling.n)
     num_open = request.sampling.n
@@ -154,6 +163,9 @@ async def _metered(context: ServerContext, request: GenerationRequest) -> AsyncG
                 outcome = event.finish_reason if num_open == 0 else outcome
             yield event
             if num_open == 0:
+                return
+            if is_done():
+                outcome = "stop"
                 return
         outcome = "error"
         raise _failure(context, "the engine ended the stream without a finish reason")

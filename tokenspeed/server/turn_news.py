@@ -61,7 +61,7 @@ async def turn_news(context: ServerContext, job: GenerationRequest, reader: Turn
     """
     pending, is_first, num_sent = News(), True, 0
     try:
-        async with aclosing(generate(context, [job])) as events:
+        async with aclosing(generate(context, [job], reader.is_done)) as events:
             async for _, event in events:
                 delta = reader.read(event)
                 pending.deltas += delta.deltas

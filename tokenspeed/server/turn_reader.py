@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 
 from tokenspeed.engine.interface import GenerationEvent
@@ -39,8 +38,8 @@ class TurnDelta:
 class _Choice:
     pipeline: ParserPipeline
     held: list[str] = field(default_factory=list)  # reasoning that comes in one piece
-    first_call: list[str] = field(default_factory=list)  # its arguments, when there may be only one
-    is_cut: bool = False  # a second call has begun that is not wanted
+    has_call: bool = False
+    has_ended: bool = False  # by itself, or because nothing more is wanted of it
 
 
 class TurnReader:
@@ -48,7 +47,7 @@ class TurnReader:
 
     Args:
         parses_calls: False = the text of calls stays content.
-        one_call: what follows the first call is dropped.
+        one_call: a sequence ends behind its first call.
         separate_reasoning, stream_reasoning: see `TurnRequest`.
     """
 
@@ -80,8 +79,16 @@ class TurnReader:
         """Tokens of reasoning so far, of all sequences."""
         return sum(choice.pipeline.num_reasoning_tokens for choice in self._choices)
 
+    def is_done(self) -> bool:
+        """All sequences have ended; the engine may still be generating what nobody wants."""
+        return all(choice.has_ended for choice in self._choices)
+
+    def has_ended(self, index: int) -> bool:
+        """No event of this sequence is wanted any more."""
+        return self._choices[index].has_ended
+
     def read(self, event: GenerationEvent) -> TurnDelta:
-        """Take the next event of the generation."""
+        """Take the next event of the generation, of a sequence that has not ended."""
         choice = self._choices[event.index]
         # A stop token of the request counts, but is no text; those of the model may be marks of its format.
         ids = event.token_ids[:-1] if isinstance(event.stop_reason, int) else event.token_ids
@@ -89,30 +96,32 @@ class TurnReader:
         reason: str | None = event.finish_reason
         if reason is not None:
             deltas = deltas + choice.pipeline.flush(reason)
+        if reason is not None:
+            reason = choice.pipeline.finish_reason(reason)
         if self._one_call:
-            deltas = _only_first_call(choice, deltas)
+            deltas, reason = _until_first_call(choice, deltas, reason)
         if self._holds:
             deltas = _whole_reasoning(choice, deltas, reason is not None)
-        if reason is not None:
-            reason = self._finish_reason(choice, reason)
+        choice.has_ended = reason is not None
         return TurnDelta(event.index, deltas, event, reason)
 
-    def _finish_reason(self, choice: _Choice, reason: str) -> str:
-        if choice.is_cut and reason in ("stop", "length"):  # the one call was over when the next began
-            return "tool_calls" if _is_json("".join(choice.first_call)) else reason
-        return choice.pipeline.finish_reason(reason)
 
-
-def _only_first_call(choice: _Choice, deltas: list[Delta]) -> list[Delta]:
+def _until_first_call(choice: _Choice, deltas: list[Delta], reason: str | None) -> tuple[list[Delta], str | None]:
+    """The deltas up to the end of the first call, and the reason with which the sequence ends there. Behind a malformed
+    call, its text goes on up to the next."""
+    is_whole = choice.pipeline.num_whole_calls > 0
     kept: list[Delta] = []
     for delta in deltas:
-        choice.is_cut = choice.is_cut or (isinstance(delta, ToolCallStart) and delta.index > 0)
-        if choice.is_cut:
+        if isinstance(delta, ToolCallStart):
+            if choice.has_call:
+                break
+            choice.has_call = True
+        elif is_whole and choice.has_call and not isinstance(delta, ToolCallArguments):
             break
-        if isinstance(delta, ToolCallArguments):
-            choice.first_call.append(delta.fragment)
         kept.append(delta)
-    return kept
+    if reason in ("abort", "error"):
+        return kept, reason
+    return kept, "tool_calls" if is_whole else reason or ("stop" if len(kept) < len(deltas) else None)
 
 
 def _whole_reasoning(choice: _Choice, deltas: list[Delta], is_last: bool) -> list[Delta]:
@@ -132,11 +141,3 @@ def _release(choice: _Choice, kept: list[Delta]) -> None:
     if choice.held:
         kept.append(ReasoningDelta("".join(choice.held)))
         choice.held.clear()
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True

@@ -104,9 +104,9 @@ def router(context: ServerContext) -> APIRouter:
         )
         turn = await prepare_turn(context, to_turn(body), sampling)
         request_id = context.claim_id("chatcmpl", request_id_of(body))
-        events = generate(context, [turn.generation(request_id, priority, body.cache_salt)])
         wants = ChatWants(bool(body.logprobs), bool(body.return_token_ids), body.prompt_logprobs is not None)
         reply = ChatReply(request_id, context.model_name, turn, wants)
+        events = generate(context, [turn.generation(request_id, priority, body.cache_salt)], reply.is_done)
         rules = stream_rules(context, body, bool(body.logprobs)) if body.stream else None
         return await answer(context, request, request_id, events, reply, rules)
 

@@ -120,6 +120,10 @@ class ChatReply:
         """So far."""
         return self._reader.num_reasoning_tokens
 
+    def is_done(self) -> bool:
+        """Nothing more is wanted of the engine."""
+        return self._reader.is_done()
+
     def writer(self, rules: StreamRules) -> ChatWriter:
         """Writes the same reply as chunks."""
         head = b'data: {"id":%s,"object":"chat.completion.chunk","created":%d,"model":%s' % (
@@ -131,6 +135,8 @@ class ChatReply:
 
     def note(self, _prompt: int, event: GenerationEvent) -> None:
         """Collect an event for the whole answer."""
+        if self._reader.has_ended(event.index):
+            return  # others have not
         self._answers[event.index].add(self._reader.read(event))
         self._prompt_logprobs += event.prompt_logprobs
 
@@ -200,6 +206,8 @@ class ChatWriter:
 
     def write(self, _prompt: int, event: GenerationEvent, tail: Callable[[], bytes]) -> bytes:
         """The event's chunks, often none or one."""
+        if self._reader.has_ended(event.index):
+            return b""  # others have not
         news = self._reader.read(event)
         end, choice = tail(), event.index
         out = b""

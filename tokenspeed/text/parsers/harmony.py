@@ -70,6 +70,10 @@ class HarmonyParser:
     def incomplete(self) -> bool:
         return self._output.incomplete
 
+    @property
+    def num_whole_calls(self) -> int:
+        return self._output.num_whole_calls
+
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
         self._advance(text if self._ids is None else self._ids.feed(token_ids))
         return self._output.taken()

@@ -126,6 +126,11 @@ class Parser(Protocol):
         """
         ...
 
+    @property
+    def num_whole_calls(self) -> int:
+        """Calls that have had their end so far."""
+        ...
+
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
         """Take more of the output, give what is certain now. `token_ids`: the ids that `text` came from."""
         ...

@@ -31,6 +31,10 @@ class GrammarParser:
     def incomplete(self) -> bool:
         return self._output.incomplete
 
+    @property
+    def num_whole_calls(self) -> int:
+        return self._output.num_whole_calls
+
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
         if text:
             self.cursor.add(text)

@@ -49,6 +49,7 @@ class Output:
         self.is_forced = is_forced
         self.incomplete = False
         self.num_calls = 0
+        self.num_whole_calls = 0
         self._call_id = call_id
         self._trims = trims
         self._tools = None if context.tools is None else {tool.name: tool for tool in context.tools}
@@ -115,6 +116,7 @@ class Output:
     def end(self) -> None:
         """The open call has its end."""
         self._call_open = False
+        self.num_whole_calls += 1
 
     def abandon(self) -> None:
         """The open call cannot be continued: what was given of it stays, incomplete."""

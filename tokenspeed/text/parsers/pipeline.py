@@ -42,6 +42,10 @@ class ParserPipeline:
     def incomplete(self) -> bool:
         return self._reasoning.incomplete or (self._tools is not None and self._tools.incomplete)
 
+    @property
+    def num_whole_calls(self) -> int:
+        return (self._reasoning if self._tools is None else self._tools).num_whole_calls
+
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
         was_inside = self.in_reasoning
         deltas = self._through_tools(self._reasoning.feed(text, token_ids))

@@ -53,6 +53,10 @@ class ThinkParser:
     def incomplete(self) -> bool:
         return False
 
+    @property
+    def num_whole_calls(self) -> int:
+        return 0
+
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
         if text:
             self.cursor.add(text)

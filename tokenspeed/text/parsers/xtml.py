@@ -59,6 +59,10 @@ class XtmlParser:
     def incomplete(self) -> bool:
         return self._output.incomplete
 
+    @property
+    def num_whole_calls(self) -> int:
+        return self._output.num_whole_calls
+
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
         if text:
             self.cursor.add(text)

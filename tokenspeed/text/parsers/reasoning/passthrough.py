@@ -19,6 +19,7 @@ class Passthrough:
 
     in_reasoning = False
     incomplete = False
+    num_whole_calls = 0
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
         return [ContentDelta(text)] if text else []
