@@ -8,9 +8,9 @@ Bound     the weight bytes at 4.26 TB/s on an H200; for MXFP4 also about 3.5 ins
 Both launches use programmatic dependent launch. The first waits before it reads anything, because the experts come from
 the launch before it; the second may read expert_ids at once, because it starts only after the first has waited.
 
-MXFP4 lies in memory as `pack_mxfp4` leaves it: an int32 word holds 8 values, of which two at a time become a pair of
-bfloat16 by shifts and masks alone. E2M1 (sign, 2 exponent bits, 1 mantissa bit) put where bfloat16 has its sign and its
-three bits around the exponent's lowest is the value times 2 ** -126, also for the subnormal 0.5.
+MXFP4 lies in memory as `moe_mxfp4` leaves it: 8 values a word, of which two at a time become a pair of bfloat16 by
+shifts and masks alone. From there a float32 is one more instruction, and meets x without a multiplication by the scale,
+which comes once for the 32 values of a block.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenspeed.kernels.triton.moe_mxfp4 import pack_mxfp4
 from tokenspeed.moe.interface import Activation, ExpertWeights
-
-MXFP4_BLOCK = 32
-"""Values that share a scale."""
 
 _MASK = tl.constexpr(0x81C081C0 - 2**32)
 _SIGN = tl.constexpr(0x80008000 - 2**32)
@@ -34,46 +32,19 @@ _HIGH = tl.constexpr(0xFFFF0000 - 2**32)
 
 
 @triton.jit
-def mxfp4_pairs(words):
-    """int32 words of 8 E2M1 values, as `pack_mxfp4` has them -> four int32 tensors, each two bfloat16 of value
-    times 2 ** -126: value 2p in the low half of pair p, value 2p + 1 in the high half. 11 operations a word."""
+def _mxfp4_pairs(words):
+    """int32 words of `moe_mxfp4` -> for slots 0 to 3 an int32 with two bfloat16, the values times 2 ** -126."""
     last = ((words << 1) & _SIGN) | ((words >> 3) & 0x01800180) | ((words >> 7) & 0x00400040)
     return words & _MASK, (words << 3) & _MASK, (words << 6) & _MASK, last
 
 
-def pack_mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    """uint8 [E, N, K / 2], two E2M1 values a byte, the low nibble first -> int32 [E, N, K / 8] in the same storage.
-
-    Value 32 b + 4 j + q of a row, 0 <= j < 8, 0 <= q < 4, is value j of word 4 b + q: a thread that reads 16 bytes has
-    one block of 32, and value j of its four words goes with four neighbours of x. Bits of value j in its half of the
-    word (low half for even j), s e e m from the left:
-        j // 2 = 0: 15, 8, 7, 6    1: 12, 5, 4, 3    2: 9, 2, 1, 0    3: 14, 11, 10, 13
-    """
-    for expert in blocks:
-        halves = torch.stack((expert & 15, expert >> 4), dim=-1).to(torch.int32)
-        nibbles = halves.view(expert.shape[0], -1, 4, 2, 4)  # row, block, pair, half, word
-        sign, middle, low = nibbles >> 3, nibbles >> 1 & 3, nibbles & 1
-        near = sign << 9 | nibbles & 7
-        placed = (
-            near[:, :, 0] << 6
-            | near[:, :, 1] << 3
-            | near[:, :, 2]
-            | sign[:, :, 3] << 14
-            | middle[:, :, 3] << 10
-            | low[:, :, 3] << 13
-        )
-        words = placed[:, :, 0] | placed[:, :, 1] << 16
-        expert.copy_(words.contiguous().view(torch.uint8).view(expert.shape))
-    return blocks.view(torch.int32)
-
-
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """One layer's experts as these kernels read them; the grouped kernels read the same.
+    """One layer's experts as these kernels read them.
 
     dense  gate_up [E, 2I, H], down [E, H, I] in the model's dtype; scales None
-    mxfp4  gate_up int32 [E, 2I, H / 8], down int32 [E, H, I / 8] from `pack_mxfp4`; scales uint8 [E, 2I, H / 32],
-           [E, H, I / 32]; H and I are multiples of 32
+    mxfp4  codes gate_up int32 [E, 2I, H / 8], down int32 [E, H, I / 8]; scales int32 [E, ceil(H / 128), 2I],
+           [E, ceil(I / 128), H]: see `moe_mxfp4`; H and I are multiples of 32
     Rows of gate_up are interleaved, biases [E, 2I] and [E, H] or None: see `moe.interface.ExpertWeights`.
     """
 
@@ -95,21 +66,20 @@ class PackedExperts:
 
 
 def pack_experts(weights: ExpertWeights) -> PackedExperts:
-    """Take over contiguous weights in format dense or mxfp4; MXFP4 blocks are rearranged where they lie."""
-    if weights.format == "fp8_block":
-        raise ValueError("experts in fp8_block have no GEMV kernel; dense and mxfp4 have")
-    gate_up, down = weights.gate_up, weights.down
-    if weights.format == "mxfp4":
-        gate_up, down = pack_mxfp4(gate_up), pack_mxfp4(down)
-    return PackedExperts(
-        weights.format,
-        gate_up,
-        down,
-        weights.gate_up_scale,
-        weights.down_scale,
-        weights.gate_up_bias,
-        weights.down_bias,
-    )
+    """Take over contiguous weights in format dense or mxfp4; MXFP4 codes are rearranged where they lie.
+
+    Raises:
+        ValueError: another format.
+        CheckpointError: see `pack_mxfp4`.
+    """
+    biases = weights.gate_up_bias, weights.down_bias
+    if weights.format == "dense":
+        return PackedExperts("dense", weights.gate_up, weights.down, None, None, *biases)
+    if weights.format != "mxfp4" or weights.gate_up_scale is None or weights.down_scale is None:
+        raise ValueError(f"experts in {weights.format} have no GEMV kernel; dense, and mxfp4 with its scales, have one")
+    gate_up = pack_mxfp4(weights.gate_up, weights.gate_up_scale, "gate_up of the experts")
+    down = pack_mxfp4(weights.down, weights.down_scale, "down of the experts")
+    return PackedExperts("mxfp4", gate_up.codes, down.codes, gate_up.scales, down.scales, *biases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,20 +114,21 @@ def _load_tile(
     NUM_ROWS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MXFP4: tl.constexpr,
 ):  # fmt: skip
     """Weights of an expert's rows from column `start`, and their scales: dense [N, BLOCK_K] and nothing of use, MXFP4
-    words [N, BLOCK_K / 8] and uint8 [N, BLOCK_K / 32]. Outside the matrix, or when not `live`, nothing
-    is read."""
+    words [N, BLOCK_K / 8] and words of scales [N, BLOCK_K / 32]. Outside the matrix, or when not `live`, nothing is
+    read."""
     inside = rows < tl.where(live, NUM_ROWS, 0)
     if MXFP4:
         at = start // 8 + tl.arange(0, BLOCK_K // 8)
         mask = inside[:, None] & (at < K // 8)[None, :]
         # What is masked out is undefined, but no word is infinite or NaN, and its x is zero.
         w = tl.load(w_ptr + expert * (NUM_ROWS * (K // 8)) + (rows * (K // 8))[:, None] + at[None, :], mask=mask)
-        # The compiler is not told that scale_ptr is aligned: it would have a thread read neighbouring scales, in a
-        # layout that goes to that of the words only through shared memory.
+        # Neighbouring rows of scales are neighbours in memory, but a thread has to have the scales of its words. So the
+        # compiler is told that columns are neighbours, which chooses the layout of the words, and not told that
+        # scale_ptr is aligned, so that it does not read two at a time. Otherwise all scales go through shared memory.
         blocks = start // 32 + tl.arange(0, BLOCK_K // 32)
         mask = inside[:, None] & (blocks < K // 32)[None, :]
-        at = (rows * (K // 32))[:, None] + blocks[None, :]
-        scale = tl.load(scale_ptr + expert * (NUM_ROWS * (K // 32)) + at, mask=mask, other=0)
+        at = tl.max_contiguous((blocks // 4 * NUM_ROWS)[None, :] + rows[:, None], (1, 2))
+        scale = tl.load(scale_ptr + expert * (NUM_ROWS * ((K + 127) // 128)) + at, mask=mask, other=0)
     else:
         cols = start + tl.arange(0, BLOCK_K)
         mask = inside[:, None] & (cols < K)[None, :]
@@ -167,33 +138,42 @@ def _load_tile(
 
 
 @triton.jit
-def _add_pair(part, pair, x_at, inside, factor):
+def _add_pair(part, pair, x_at, inside, factor, X_KIND: tl.constexpr):
     """part + two values of each word times their x: [N, words]."""
-    x_low = tl.load(x_at, mask=inside, other=0.0).to(tl.float32) * factor
-    x_high = tl.load(x_at + 4, mask=inside, other=0.0).to(tl.float32) * factor
-    part = tl.fma((pair << 16).to(tl.float32, bitcast=True), tl.broadcast_to(x_low, part.shape), part)
-    return tl.fma((pair & _HIGH).to(tl.float32, bitcast=True), tl.broadcast_to(x_high, part.shape), part)
+    both = tl.load(x_at, mask=inside, other=0)
+    if X_KIND == "bfloat16":
+        x_low = (both << 16).to(tl.float32, bitcast=True)
+        x_high = (both & _HIGH).to(tl.float32, bitcast=True)
+    elif X_KIND == "float16":
+        x_low = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        x_high = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        x_low = both.to(tl.int32).to(tl.float32, bitcast=True)
+        x_high = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    part = tl.fma((pair << 16).to(tl.float32, bitcast=True), tl.broadcast_to(x_low * factor, part.shape), part)
+    return tl.fma((pair & _HIGH).to(tl.float32, bitcast=True), tl.broadcast_to(x_high * factor, part.shape), part)
 
 
 @triton.jit
 def _add_tile(
     acc, w, scale, x_ptr, start, factor,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, MXFP4: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, MXFP4: tl.constexpr, X_KIND: tl.constexpr,
 ):  # fmt: skip
-    """acc + weights * x * factor, not yet summed over columns; without the 2 ** 90 that is in the factor of MXFP4."""
+    """acc + weights * x * factor, not yet summed over columns."""
     if MXFP4:
+        # x comes as pairs of neighbours: pair q of slot s of block b is 16 b + 4 s + q, word 4 b + q has its weights.
         words = start // 8 + tl.arange(0, BLOCK_K // 8)
         inside = (words < K // 8)[None, :]
-        x_at = x_ptr + (words // 4 * 32 + words % 4)[None, :]
-        first, second, third, fourth = mxfp4_pairs(w)
-        part = _add_pair(tl.zeros(w.shape, dtype=tl.float32), first, x_at, inside, factor)
-        part = _add_pair(part, second, x_at + 8, inside, factor)
-        part = _add_pair(part, third, x_at + 16, inside, factor)
-        part = _add_pair(part, fourth, x_at + 24, inside, factor)
+        x_at = x_ptr + (words // 4 * 16 + words % 4)[None, :]
+        first, second, third, fourth = _mxfp4_pairs(w)
+        part = _add_pair(tl.zeros(w.shape, dtype=tl.float32), first, x_at, inside, factor, X_KIND)
+        part = _add_pair(part, second, x_at + 4, inside, factor, X_KIND)
+        part = _add_pair(part, third, x_at + 8, inside, factor, X_KIND)
+        part = _add_pair(part, fourth, x_at + 12, inside, factor, X_KIND)
         part = tl.sum(tl.reshape(part, (w.shape[0], BLOCK_K // 32, 4)), axis=2)
-        # 2 ** (scale - 127); a scale of 0 is the subnormal 2 ** -127.
-        power = tl.maximum(scale.to(tl.int32) << 23, 0x00400000).to(tl.float32, bitcast=True)
-        acc = tl.fma(part * 2.0**36, power, acc)
+        byte = (start // 32 + tl.arange(0, BLOCK_K // 32)) % 4
+        power = ((scale >> (byte * 8)[None, :]) & 255) << 23
+        acc = tl.fma(part, power.to(tl.float32, bitcast=True), acc)
     else:
         cols = start + tl.arange(0, BLOCK_K)[None, :]
         x = tl.load(x_ptr + cols, mask=cols < K, other=0.0).to(tl.float32) * factor
@@ -205,17 +185,17 @@ def _add_tile(
 def _rows_of_experts(
     x_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, rows, first, last,
     NUM_ROWS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    MXFP4: tl.constexpr, WEIGHTED: tl.constexpr, PDL: tl.constexpr,
+    MXFP4: tl.constexpr, X_KIND: tl.constexpr, WEIGHTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """sum over steps first..last of W[rows, step's columns] @ x, float32 [BLOCK_N]. Step s is columns (s % steps) *
     BLOCK_K of the expert ids[s // steps] and row s // steps of x, times that expert's weight where WEIGHTED.
 
-    MXFP4: the values come times 2 ** -126 and go to x times 2 ** 90, so that no product is subnormal (which would lose
-    bits) unless x is below 2 ** -89, and none is infinite unless x is above 2 ** 37. A block's sum is then brought to
-    scale in two factors, 2 ** 36 and its own.
+    MXFP4: the values come times 2 ** -126 and scales with 2 ** 126. x goes in times 2 ** 64, so that no product of the
+    two is subnormal, which would lose bits, unless x is below 2 ** -63, and no sum infinite unless it is above 2 ** 63.
     """
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    lift: tl.constexpr = 2.0**90 if MXFP4 else 1.0
+    lift: tl.constexpr = 2.0**64 if MXFP4 else 1.0
+    X_ROW: tl.constexpr = K // 2 if MXFP4 else K
     if MXFP4:
         acc = tl.zeros((BLOCK_N, BLOCK_K // 32), dtype=tl.float32)
     else:
@@ -236,13 +216,14 @@ def _rows_of_experts(
             w_ptr, scale_ptr, expert, rows, following % steps * BLOCK_K, more, NUM_ROWS, K, BLOCK_K, MXFP4
         )
         slot = step // steps
+        start = step % steps * BLOCK_K
         factor = lift
         if WEIGHTED:
             factor = tl.load(weights_ptr + slot) * lift
-        acc = _add_tile(acc, w, scale, x_ptr + slot * K, step % steps * BLOCK_K, factor, K, BLOCK_K, MXFP4)
+        acc = _add_tile(acc, w, scale, x_ptr + slot * X_ROW, start, factor, K, BLOCK_K, MXFP4, X_KIND)
         w = next_w
         scale = next_scale
-    return tl.sum(acc, axis=1)
+    return tl.sum(acc, axis=1) * (1.0 / lift)
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale_ptr"])  # see `_load_tile`
@@ -261,6 +242,7 @@ def _gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MXFP4: tl.constexpr,
+    X_KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
     PDL: tl.constexpr,
@@ -272,17 +254,19 @@ def _gate_up_kernel(
         gdc_wait()
         gdc_launch_dependents()
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    X_ROW: tl.constexpr = K // 2 if MXFP4 else K
     y = _rows_of_experts(
-        x_ptr + pair // TOP_K * K, w_ptr, scale_ptr, ids_ptr + pair, ids_ptr, rows, 0, steps,
-        NUM_ROWS, K, BLOCK_N, BLOCK_K, MXFP4, False, False,
+        x_ptr + pair // TOP_K * X_ROW, w_ptr, scale_ptr, ids_ptr + pair, ids_ptr, rows, 0, steps,
+        NUM_ROWS, K, BLOCK_N, BLOCK_K, MXFP4, X_KIND, False, False,
     )  # fmt: skip
     if HAS_BIAS:
         expert = tl.load(ids_ptr + pair).to(tl.int64)
         y += tl.load(bias_ptr + expert * NUM_ROWS + rows, mask=rows < NUM_ROWS, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(y, (BLOCK_N // 2, 2)))
     if CLAMPED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
+        # A NaN stays one.
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
         h = gate * tl.sigmoid(alpha * gate) * (up + 1.0)
     else:
         h = gate * tl.sigmoid(gate) * up
@@ -308,6 +292,7 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     MXFP4: tl.constexpr,
+    X_KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
@@ -327,9 +312,10 @@ def _down_kernel(
     last = tl.minimum(split * span + span, total)
     if split * span >= total:
         last = first
+    X_ROW: tl.constexpr = K // 2 if MXFP4 else K
     y = _rows_of_experts(
-        h_ptr + token * TOP_K * K, w_ptr, scale_ptr, ids_ptr, weights_ptr, rows, first, last,
-        NUM_ROWS, K, BLOCK_N, BLOCK_K, MXFP4, True, PDL,
+        h_ptr + token * TOP_K * X_ROW, w_ptr, scale_ptr, ids_ptr, weights_ptr, rows, first, last,
+        NUM_ROWS, K, BLOCK_N, BLOCK_K, MXFP4, X_KIND, True, PDL,
     )  # fmt: skip
     if HAS_BIAS:
         once = rows < tl.where(split == 0, NUM_ROWS, 0)
@@ -358,6 +344,15 @@ def _down_kernel(
         tl.store(where, y.to(out_ptr.dtype.element_ty), mask=live)
 
 
+def _pairs(x: torch.Tensor) -> torch.Tensor:
+    """Two neighbours as one integer, which a thread reads at once and takes apart without a conversion."""
+    return x.view(torch.int64 if x.element_size() == 4 else torch.int32)
+
+
+def _kind(x: torch.Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
 def gemv_gate_up(
     x: torch.Tensor,
     expert_ids: torch.Tensor,
@@ -381,7 +376,7 @@ def gemv_gate_up(
     if tile is None:
         tile = choose_tile(packed.format, num_rows, packed.hidden_size, expert_ids.numel())
     _gate_up_kernel[(expert_ids.numel(), triton.cdiv(num_rows, tile.rows))](
-        x,
+        _pairs(x) if packed.format == "mxfp4" else x,
         packed.gate_up,
         packed.gate_up_scale,
         packed.gate_up_bias,
@@ -395,6 +390,7 @@ def gemv_gate_up(
         BLOCK_N=tile.rows,
         BLOCK_K=tile.cols,
         MXFP4=packed.format == "mxfp4",
+        X_KIND=_kind(x),
         HAS_BIAS=packed.gate_up_bias is not None,
         CLAMPED=activation.limit is not None,
         PDL=pdl,
@@ -436,7 +432,7 @@ def gemv_down(
         if groups > have:
             raise ValueError(f"{groups} output tiles, each of {tile.split} programs; the workspace has room for {have}")
     _down_kernel[(num_tokens, triton.cdiv(num_rows, tile.rows), tile.split)](
-        h,
+        _pairs(h) if packed.format == "mxfp4" else h,
         packed.down,
         packed.down_scale,
         packed.down_bias,
@@ -452,6 +448,7 @@ def gemv_down(
         BLOCK_K=tile.cols,
         SPLIT=tile.split,
         MXFP4=packed.format == "mxfp4",
+        X_KIND=_kind(h),
         HAS_BIAS=packed.down_bias is not None,
         ADD=add,
         PDL=pdl,
