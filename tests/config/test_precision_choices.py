@@ -7,10 +7,10 @@ import pytest
 
 from tokenspeed.config.args import EngineArgs
 from tokenspeed.config.engine import Choice
+from tokenspeed.config.kv_size import kv_bytes_per_token
 from tokenspeed.config.model import ModelConfig, RopeConfig
 from tokenspeed.config.precision_choices import kv_dtype, quantize_on_load
 from tokenspeed.config.quantization import Method, QuantizationConfig
-from tokenspeed.config.resolve import kv_bytes_per_token
 from tokenspeed.protocol.errors import ConfigError
 
 DENSE = ModelConfig(

@@ -11,8 +11,9 @@ from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.config.args import EngineArgs
 from tokenspeed.config.device import DeviceInfo
 from tokenspeed.config.engine import EngineConfig
+from tokenspeed.config.kv_size import kv_bytes_per_token, kv_capacity
 from tokenspeed.config.model import ModelConfig, RopeConfig
-from tokenspeed.config.resolve import kv_bytes_per_token, resolve
+from tokenspeed.config.resolve import resolve
 from tokenspeed.protocol.errors import ConfigError
 
 GIB = 2**30
@@ -140,6 +141,31 @@ def test_float16_is_refused_on_a_cpu(spelling):
 
 
 # --- memory and lengths ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("windows", "chunk", "tokens"),
+    [
+        ((None, None), 64, 100 * 16),
+        ((128, None), 64, (200 - 13) * 16),  # 128 - 1 + 64 tokens touch at most 13 pages
+        ((128, None), -1, 100 * 16),
+        ((128, None), 4096, 100 * 16),
+        ((128, 128), 64, MODEL.max_position),
+        ((128, 128), 4096, 200 * 16),
+    ],
+)
+def test_capacity_with_sliding_windows(windows, chunk, tokens):
+    """Layers with a window have pages of their own, half as large here as those of both layers together."""
+    model = msgspec.structs.replace(MODEL, num_layers=2, layer_windows=windows)
+    layer_bytes = 2 * model.num_kv_heads * model.head_dim * 2
+    token_bytes = kv_bytes_per_token(model, "bfloat16")
+    assert token_bytes == layer_bytes * (1 if windows == (128, None) else 2)
+    memory = 200 * 16 * layer_bytes if windows == (128, None) else 100 * 16 * 2 * layer_bytes
+    if windows == (128, 128):
+        memory *= 2
+    assert kv_capacity(model, None, memory, 16, token_bytes, chunk) == tokens
+    assert kv_capacity(model, 7, None, 16, token_bytes, chunk) == 7 * 16
+    assert kv_capacity(model, None, None, 16, token_bytes, chunk) is None
 
 
 def test_kv_bytes_per_token():

@@ -15,6 +15,7 @@ from tokenspeed.config.args import FLAGS, EngineArgs
 from tokenspeed.config.device import DeviceInfo
 from tokenspeed.config.engine import Choice, EngineConfig
 from tokenspeed.config.gpu_choices import capture_sizes, memory_utilization, prefill_sizes, usable_gpu
+from tokenspeed.config.kv_size import kv_bytes_per_token, kv_capacity, kv_size
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.config.precision_choices import kv_dtype, quantize_on_load
 from tokenspeed.config.server import ServerConfig
@@ -23,12 +24,8 @@ from tokenspeed.protocol.errors import ConfigError
 Dtype = Literal["float32", "bfloat16", "float16"]
 Kind = Literal["cpu", "cuda"]
 
-GIB = 2**30
-KV_MEMORY_SHARE = 0.25
-KV_MEMORY_LIMIT_BYTES = 4 * GIB
 LONGER_CONTEXT_VARIABLE = "TOKENSPEED_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 _DTYPES: dict[str, Dtype] = {
     "half": "float16",
     "float16": "float16",
@@ -109,9 +106,10 @@ def resolve(
     kv_cache_dtype = kv_dtype(args, model, dtype, choices)
     page_size = _page_size(args, usual, choices)
     utilization = memory_utilization(args, choices) if kind == "cuda" else None
-    num_pages, kv_memory_bytes = _kv_size(args, device, kind, page_size, choices)
+    num_pages, kv_memory_bytes = kv_size(args, device, kind, page_size, choices)
     token_bytes = kv_bytes_per_token(model, kv_cache_dtype)
-    capacity = _capacity(num_pages, kv_memory_bytes, page_size, token_bytes)
+    step_tokens = args.chunked_prefill_size or usual.chunk_tokens
+    capacity = kv_capacity(model, num_pages, kv_memory_bytes, page_size, token_bytes, step_tokens)
     max_model_len = _max_model_len(args, model, capacity, token_bytes, allow_longer_context, choices)
     budget = _token_budget(args, usual, max_model_len, choices)
     engine = EngineConfig(
@@ -149,11 +147,6 @@ def resolve(
         choices=(*choices, *_without_effect(args)),
     )
     return engine, _server(args, checkpoint)
-
-
-def kv_bytes_per_token(model: ModelConfig, dtype: str) -> int:
-    """Keys and values of one token in all layers of a model with full attention, in bytes."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * _DTYPE_BYTES[dtype]
 
 
 def _device(args: EngineArgs, device: DeviceInfo, choices: list[Choice]) -> Kind:
@@ -249,51 +242,6 @@ def _page_size(args: EngineArgs, usual: _Usual, choices: list[Choice]) -> int:
         return args.prefix_granularity
     choices.append(Choice("--prefix-granularity", str(usual.page_tokens), usual.page_reason))
     return usual.page_tokens
-
-
-def _kv_size(
-    args: EngineArgs, device: DeviceInfo, kind: Kind, page_size: int, choices: list[Choice]
-) -> tuple[int | None, int | None]:
-    """(pages, None) when given in tokens, (None, bytes), or (None, None) for what a GPU has left after a warm-up."""
-    if args.max_total_tokens is not None:
-        if args.kv_cache_memory_gb is not None:
-            raise ConfigError(
-                f"--max-total-tokens {args.max_total_tokens} and --kv-cache-memory-gb {args.kv_cache_memory_gb:g} both "
-                "size the KV cache; give one of them"
-            )
-        num_pages = args.max_total_tokens // page_size
-        if num_pages == 0:
-            raise ConfigError(
-                f"--max-total-tokens is {args.max_total_tokens}, less than one page of {page_size} tokens; raise it to "
-                f"at least {page_size} or lower --prefix-granularity"
-            )
-        return num_pages, None
-    if args.kv_cache_memory_gb is not None:
-        wanted = int(args.kv_cache_memory_gb * GIB)
-        there = device.memory_available_bytes if kind == "cpu" else device.gpus[0].memory_total_bytes
-        if wanted > there:
-            raise ConfigError(
-                f"--kv-cache-memory-gb is {args.kv_cache_memory_gb:g}, but only {there / GIB:.1f} GiB "
-                f"{'are available' if kind == 'cpu' else 'are in the GPU'}; lower it or free memory"
-            )
-        return None, wanted
-    if kind == "cuda":
-        reason = "the share of --gpu-memory-utilization less weights, activations and graphs, as measured at start"
-        choices.append(Choice("--kv-cache-memory-gb", "what is left", reason))
-        return None, None
-    share = int(device.memory_available_bytes * KV_MEMORY_SHARE)
-    size = min(share, KV_MEMORY_LIMIT_BYTES)
-    available = f"{device.memory_available_bytes / GIB:.1f} GiB available"
-    reason = f"25 % of {available}" if size == share else f"4 GiB at most without being asked for more ({available})"
-    choices.append(Choice("--kv-cache-memory-gb", f"{size / GIB:.2f}", reason))
-    return None, size
-
-
-def _capacity(num_pages: int | None, kv_memory_bytes: int | None, page_size: int, token_bytes: int) -> int | None:
-    """Tokens in the whole pages that the pool holds; None where only the start will tell."""
-    if num_pages is not None:
-        return num_pages * page_size
-    return None if kv_memory_bytes is None else kv_memory_bytes // (page_size * token_bytes) * page_size
 
 
 def _max_model_len(
