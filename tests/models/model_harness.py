@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -135,7 +136,11 @@ class Engine:
 
 
 def build_unloaded(
-    config: ModelConfig, page_size: int, dtype: torch.dtype = torch.float32, only: str | None = None
+    config: ModelConfig,
+    page_size: int,
+    dtype: torch.dtype = torch.float32,
+    only: str | None = None,
+    quantize: Literal["fp8"] | None = None,
 ) -> Model:
     """The model as the runner would build it."""
     ops, _ = select_ops(Need(CPU, dtype), only)
@@ -143,7 +148,7 @@ def build_unloaded(
     heads = config.num_heads, config.num_kv_heads, config.head_dim
     need = AttentionNeed("cpu", dtype, *heads, page_size, window, config.attention_sinks)
     backend, _ = select_backend(need, "auto", ops)
-    scheme = scheme_for(config, ops)
+    scheme = scheme_for(config, ops, quantize)
     moe = None
     if config.moe is not None:
         moe, _ = select_moe(moe_need(config, SINGLE, scheme.expert_format, ops, None), "auto", ops)

@@ -66,7 +66,7 @@ def qwen3_moe(**fields: Any) -> tuple[PreTrainedModel, ModelConfig]:
         "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True,
         "mlp_only_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     } | fields  # fmt: skip
-    hf = Qwen3MoeConfig(**SHAPE, **given)
+    hf = Qwen3MoeConfig(**SHAPE | given)
     model = randomized(Qwen3MoeForCausalLM(hf), expert_std=0.25)
     layers = range(hf.num_hidden_layers)
     moe = MoeConfig(
