@@ -5,11 +5,15 @@ On a GPU in bfloat16 and also at the shapes of GPT-OSS and Qwen3 MoE; elsewhere 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib import resources
+
 import pytest
 import torch
 from kernel_device import DEVICE, KIND, ON_GPU
 
 from tokenspeed.kernels.triton.moe_align import MAX_SMALL_PAIRS, group_pairs
+from tokenspeed.kernels.triton.moe_experts import TritonExpertKernels, TritonExperts
 from tokenspeed.kernels.triton.moe_grouped import (
     ExpertMatrix,
     GroupedTile,
@@ -19,9 +23,20 @@ from tokenspeed.kernels.triton.moe_grouped import (
     grouped_gate_up,
 )
 from tokenspeed.kernels.triton.moe_mxfp4 import pack_mxfp4
-from tokenspeed.moe.interface import Activation, ExpertFormat
+from tokenspeed.kernels.triton.moe_plans import (
+    NO_LIMIT,
+    ExpertPlan,
+    ExpertShape,
+    ExpertTable,
+    choose,
+    heuristic_plans,
+    load_table,
+    table_name,
+)
+from tokenspeed.moe.interface import Activation, ExpertFormat, ExpertWeights, MoeNeed, Routing
 from tokenspeed.protocol.errors import CheckpointError
 
+HOPPER = ON_GPU and torch.cuda.get_device_capability() >= (9, 0)
 BOUND = 1e-2 if torch.bfloat16 == KIND else 4e-6
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 SWIGLU, CLAMPED = Activation(), Activation(limit=7.0, alpha=1.702)
@@ -67,7 +82,7 @@ def ids_like(num_tokens: int, top_k: int, num_experts: int, how: str) -> torch.T
 def test_pairs_are_grouped(num_tokens: int, top_k: int, num_experts: int, block_m: int, how: str) -> None:
     """Stable by expert, every pair in one tile of its expert, both paths."""
     ids = ids_like(num_tokens, top_k, num_experts, how)
-    grouping = group_pairs(ids, num_experts, block_m, pdl=ON_GPU)
+    grouping = group_pairs(ids, num_experts, block_m, HOPPER)
     flat = ids.flatten().long().cpu()
     assert grouping.pairs.long().cpu().tolist() == torch.sort(flat, stable=True).indices.tolist()
     place = 0
@@ -94,16 +109,26 @@ def matrix_and_truth(
     format: ExpertFormat, num_experts: int, num_rows: int, width: int, is_up: bool, has_bias: bool
 ) -> tuple[ExpertMatrix, torch.Tensor, torch.Tensor]:
     """A packed matrix [E, N, K], and its values and bias in float64."""
+    weight, scale, bias, truth, wide_bias = stored(format, num_experts, num_rows, width, is_up, has_bias)
+    if format == "mxfp4":
+        assert scale is not None
+        return expert_matrix(format, pack_mxfp4(weight, scale, "gate_up"), None, bias), truth, wide_bias
+    return expert_matrix(format, weight, scale, bias), truth, wide_bias
+
+
+def stored(
+    format: ExpertFormat, num_experts: int, num_rows: int, width: int, is_up: bool, has_bias: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """One matrix as `ExpertWeights` has it: weight, scale, bias; its values and bias in float64."""
     bias = torch.randn(num_experts, num_rows, device=DEVICE).to(KIND) if has_bias else None
     wide_bias = torch.zeros(num_experts, num_rows, device=DEVICE).double() if bias is None else bias.double()
     if format == "dense":
         weight = (torch.randn(num_experts, num_rows, width, device=DEVICE) * width**-0.5).to(KIND)
-        return expert_matrix(format, weight, None, bias), weight.double(), wide_bias
+        return weight, None, bias, weight.double(), wide_bias
     if format == "mxfp4":
         codes = torch.randint(0, 256, (num_experts, num_rows, width // 2), dtype=torch.uint8, device=DEVICE)
         scales = torch.randint(118, 125, (num_experts, num_rows, width // 32), dtype=torch.uint8, device=DEVICE)
-        truth = mxfp4_values(codes, scales)
-        return expert_matrix(format, pack_mxfp4(codes.clone(), scales, "gate_up"), None, bias), truth, wide_bias
+        return codes, scales, bias, mxfp4_values(codes, scales), wide_bias
     weight = torch.randn(num_experts, num_rows, width, device=DEVICE).to(torch.float8_e4m3fn)
     half_rows = num_rows // 2 if is_up else num_rows
     row_blocks, column_blocks = -(-half_rows // 128), -(-width // 128)
@@ -112,7 +137,7 @@ def matrix_and_truth(
     parts = wide.split(row_blocks, dim=1)
     rows = [part.repeat_interleave(128, 1)[:, :half_rows] for part in parts]
     wide = torch.stack(rows, dim=2).flatten(1, 2) if is_up else rows[0]
-    return expert_matrix(format, weight, scale, bias), weight.double() * wide, wide_bias
+    return weight, scale, bias, weight.double() * wide, wide_bias
 
 
 def mxfp4_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -169,10 +194,10 @@ def run_grouped(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: ExpertMatrix, down: ExpertMatrix,
     activation: Activation, residual: torch.Tensor | None, block_m: int, tile: GroupedTile, num_experts: int,
 ) -> torch.Tensor:  # fmt: skip
-    grouping = group_pairs(ids, num_experts, block_m, pdl=ON_GPU)
-    h = grouped_gate_up(x, up, grouping, ids.shape[1], activation, tile, pdl=ON_GPU)
-    parts = grouped_down(h, down, grouping, weights, torch.float32, tile, pdl=ON_GPU)
-    return combine(parts, x.shape[0], ids.shape[1], residual, x.dtype, pdl=ON_GPU)
+    grouping = group_pairs(ids, num_experts, block_m, HOPPER)
+    h = grouped_gate_up(x, up, grouping, ids.shape[1], activation, tile, HOPPER)
+    parts = grouped_down(h, down, grouping, weights, torch.float32, tile, HOPPER)
+    return combine(parts, x.shape[0], ids.shape[1], residual, x.dtype, HOPPER)
 
 
 TILES = {
@@ -204,3 +229,111 @@ def test_grouped_experts(
     out = run_grouped(x, ids, weights, up, down, activation, residual, block_m, tile, num_experts)
     assert residual is None or out is residual
     assert error(out, truth) < BOUND
+
+
+# ---- the op ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Every buffer that torch makes without values holds NaN or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def kernels() -> TritonExpertKernels:
+    return TritonExpertKernels(DEVICE, HOPPER, None, 227 * 1024, "a GPU without a table")
+
+
+def layer(
+    format: ExpertFormat, need: MoeNeed, has_bias: bool
+) -> tuple[TritonExperts, list[torch.Tensor], list[torch.Tensor]]:
+    """A packed layer, and values and bias of its two matrices."""
+    e, h, i = need.num_experts, need.hidden_size, need.intermediate_size
+    up, up_scale, up_bias, *up_truth = stored(format, e, 2 * i, h, True, has_bias)
+    down, down_scale, down_bias, *down_truth = stored(format, e, h, i, False, has_bias)
+    weights = ExpertWeights(format, up, down, up_scale, down_scale, up_bias, down_bias)
+    return kernels().pack(weights, need), up_truth, down_truth
+
+
+def need_of(format: ExpertFormat, e: int, k: int, h: int, i: int, has_bias: bool, activation: Activation) -> MoeNeed:
+    return MoeNeed(DEVICE.type, KIND, e, k, h, i, format, has_bias, activation)
+
+
+OP_SHAPES = [(6, 3, 96, 64)] + ([(32, 4, 2880, 2880), (128, 8, 2048, 768)] if ON_GPU else [])
+OP_TOKENS = (0, 1, 2, 5, 40) + ((17, 64, 300, 2100) if ON_GPU else ())
+
+
+@pytest.mark.parametrize("num_tokens", OP_TOKENS)
+@pytest.mark.parametrize("shape", OP_SHAPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_experts_op(format: ExpertFormat, shape: tuple[int, int, int, int], num_tokens: int, poisoned: None) -> None:
+    """With and without a residual; some experts are never chosen."""
+    has_bias, activation = (True, CLAMPED) if format == "mxfp4" else (False, SWIGLU)
+    need = need_of(format, *shape, has_bias, activation)
+    experts, up_truth, down_truth = layer(format, need, has_bias)
+    x = torch.randn(num_tokens, need.hidden_size, device=DEVICE).to(KIND)
+    ids = ids_like(num_tokens, need.top_k, need.num_experts - 2, "any")
+    weights = torch.rand(num_tokens, need.top_k, device=DEVICE)
+    residual = torch.randn(num_tokens, need.hidden_size, device=DEVICE).to(KIND)
+    pairs = (up_truth[0], up_truth[1]), (down_truth[0], down_truth[1])
+    truth = truth_of(x, ids, weights, *pairs, activation, None)
+    routing = Routing(ids, weights)
+    assert error(experts(x, routing), truth) < BOUND
+    added = residual.clone()
+    assert experts(x, routing, added) is added
+    assert error(added, truth + residual.double()) < BOUND
+
+
+@pytest.mark.parametrize("num_tokens", [20, 40])
+def test_a_row_does_not_depend_on_its_place(num_tokens: int) -> None:
+    need = need_of("mxfp4", 6, 2, 96, 64, True, CLAMPED)
+    experts, _, _ = layer("mxfp4", need, True)
+    x = torch.randn(num_tokens, 96, device=DEVICE).to(KIND)
+    ids, weights = ids_like(num_tokens, 2, 6, "any"), torch.rand(num_tokens, 2, device=DEVICE)
+    order = torch.randperm(num_tokens, device=DEVICE)
+    out = experts(x, Routing(ids, weights))
+    moved = experts(x[order].contiguous(), Routing(ids[order].contiguous(), weights[order].contiguous()))
+    assert torch.equal(out[order], moved)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_table_chooses_the_tiles(format: ExpertFormat) -> None:
+    shape = ExpertShape(format, 6, 3, 96, 64)
+    plan = ExpertPlan(NO_LIMIT, False, 32, GroupedTile(32, 32, 1, 2, 4), GroupedTile(64, 64, 3, 2, 4))
+    table = ExpertTable("a GPU", "a test", ())
+    assert table.find(shape) is None
+    need = need_of(format, 6, 3, 96, 64, False, SWIGLU)
+    experts, up_truth, down_truth = layer(format, need, False)
+    experts.plans = (plan,)
+    x = torch.randn(7, 96, device=DEVICE).to(KIND)
+    ids, weights = ids_like(7, 3, 6, "any"), torch.rand(7, 3, device=DEVICE)
+    truth = truth_of(x, ids, weights, (up_truth[0], up_truth[1]), (down_truth[0], down_truth[1]), SWIGLU, None)
+    assert error(experts(x, Routing(ids, weights)), truth) < BOUND
+
+
+def test_plans_cover_every_number_of_tokens() -> None:
+    for shared_bytes in (99 * 1024, 227 * 1024):
+        for format in FORMATS:
+            for sizes in ((32, 4, 2880, 2880), (128, 8, 2048, 768), (4, 4, 64, 64)):
+                plans = heuristic_plans(ExpertShape(format, *sizes), format != "fp8_block", shared_bytes, False)
+                limits = [plan.max_tokens for plan in plans]
+                assert limits == sorted(set(limits)) and limits[-1] == NO_LIMIT
+                assert [choose(plans, n).max_tokens for n in limits] == limits
+
+
+def test_shipped_tables_can_be_read() -> None:
+    assert table_name("NVIDIA H200") == "NVIDIA_H200.json"
+    assert load_table("a GPU that nobody has") is None
+    folder = resources.files("tokenspeed.kernels.triton").joinpath("tables")
+    for file in folder.iterdir() if folder.is_dir() else ():
+        if file.name.endswith(".json"):
+            table = load_table(file.name.removesuffix(".json"))
+            assert table is not None and table.experts
+            for entry in table.experts:
+                assert table.find(entry.shape) == entry.plans
+                limits = [plan.max_tokens for plan in entry.plans]
+                assert limits == sorted(set(limits)) and limits[-1] == NO_LIMIT

@@ -9,7 +9,8 @@ Weights are the tall operand, acc[BLOCK_N, BLOCK_M] = W[BLOCK_N, K] x[BLOCK_M, K
 core, and weights kept in 4 or 8 bits are widened to bfloat16 in the registers from which the tensor core takes them.
 Tiles are numbered so that programs that run at the same time share the weights of an expert and rows of x in L2.
 
-All three launches use programmatic dependent launch.
+`hopper`: the GPU is an NVIDIA one of compute capability 9.0 or later. Then all launches use programmatic dependent
+launch, and packed instructions widen weights; elsewhere plain arithmetic does.
 """
 
 from __future__ import annotations
@@ -401,45 +402,45 @@ def expert_matrix(
 
 def grouped_gate_up(
     x: torch.Tensor, matrix: ExpertMatrix, grouping: Grouping, top_k: int, activation: Activation,
-    tile: GroupedTile, pdl: bool = True,
+    tile: GroupedTile, hopper: bool = True,
 ) -> torch.Tensor:  # fmt: skip
     """x [T, H] contiguous -> h [T * top_k, I] in x's dtype, rows in the order of `grouping.pairs`."""
     h = x.new_empty(x.shape[0] * top_k, matrix.num_rows // 2)
-    _launch(x, matrix, grouping, top_k, activation, None, h, tile, pdl)
+    _launch(x, matrix, grouping, top_k, activation, None, h, tile, hopper)
     return h
 
 
 def grouped_down(
     h: torch.Tensor, matrix: ExpertMatrix, grouping: Grouping, weights: torch.Tensor, dtype: torch.dtype,
-    tile: GroupedTile, pdl: bool = True,
+    tile: GroupedTile, hopper: bool = True,
 ) -> torch.Tensor:  # fmt: skip
     """h of `grouped_gate_up`, weights [T, k] float32 -> parts [split_k, T * k, H] in `dtype`, by pair, weighted."""
     parts = torch.empty(tile.split_k, h.shape[0], matrix.num_rows, dtype=dtype, device=h.device)
-    _launch(h, matrix, grouping, weights.shape[1], None, weights, parts, tile, pdl)
+    _launch(h, matrix, grouping, weights.shape[1], None, weights, parts, tile, hopper)
     return parts
 
 
 def _launch(
     x: torch.Tensor, matrix: ExpertMatrix, grouping: Grouping, top_k: int, activation: Activation | None,
-    weights: torch.Tensor | None, out: torch.Tensor, tile: GroupedTile, pdl: bool,
+    weights: torch.Tensor | None, out: torch.Tensor, tile: GroupedTile, hopper: bool,
 ) -> None:  # fmt: skip
     is_up = activation is not None
     programs = grouping.max_tiles * triton.cdiv(matrix.num_rows, tile.block_n)
     _grouped_kernel[(programs, 1 if is_up else tile.split_k)](
         x, matrix.weight, matrix.scale, matrix.bias, grouping.pairs, grouping.tiles, weights, out,
         grouping.max_tiles, grouping.pairs.shape[0],
-        **grouped_constants(matrix, grouping.block_m, top_k, activation, tile, x.dtype, pdl),
-        num_warps=tile.num_warps, launch_pdl=pdl,
+        **grouped_constants(matrix, grouping.block_m, top_k, activation, tile, x.dtype, hopper),
+        num_warps=tile.num_warps, launch_pdl=hopper,
     )  # fmt: skip
 
 
 def grouped_constants(
     matrix: ExpertMatrix, block_m: int, top_k: int, activation: Activation | None, tile: GroupedTile,
-    dtype: torch.dtype, pdl: bool,
+    dtype: torch.dtype, hopper: bool,
 ) -> dict[str, object]:  # fmt: skip
-    """The kernel's constants; `activation` None = the down matrix."""
+    """The kernel's constants; `activation` None = the down matrix. `hopper`: see the module."""
     is_up = activation is not None
-    is_ptx = dtype == torch.bfloat16 and torch.version.hip is None and not triton.knobs.runtime.interpret
+    is_ptx = hopper and dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
     return {
         "N": matrix.num_rows,
         "K": matrix.width,
@@ -459,13 +460,13 @@ def grouped_constants(
         "PTX": is_ptx,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "PREFETCH_LINES": 0 if is_up else tile.prefetch_lines,
-        "PDL": pdl,
+        "PDL": hopper,
     }
 
 
 def combine(
     parts: torch.Tensor, num_tokens: int, top_k: int, residual: torch.Tensor | None, dtype: torch.dtype,
-    pdl: bool = True,
+    hopper: bool = True,
 ) -> torch.Tensor:  # fmt: skip
     """parts of `grouped_down` -> [T, H] in `dtype`: residual itself, added to in place, when given."""
     split_k, _, width = parts.shape
@@ -473,6 +474,6 @@ def combine(
     block = min(1024, triton.next_power_of_2(width))
     _combine_kernel[(num_tokens, triton.cdiv(width, block))](
         parts, residual, out, num_tokens, H=width, TOP_K=top_k, SPLIT_K=split_k, BLOCK=block,
-        HAS_RESIDUAL=residual is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        HAS_RESIDUAL=residual is not None, PDL=hopper, num_warps=4, launch_pdl=hopper,
     )  # fmt: skip
     return out

@@ -1,0 +1,188 @@
+"""The op `experts` by our Triton kernels: packs a layer's weights once, then chooses kernels by the number of tokens.
+
+A few tokens go through `moe_gemv`, all others through `moe_align` and `moe_grouped`; `moe_plans` says which and with
+what tiles. Scratch comes from torch's allocator in each call, which a recorded graph keeps for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import triton
+
+from tokenspeed.kernels.registry import Implementation, Need
+from tokenspeed.kernels.triton.moe_align import group_pairs
+from tokenspeed.kernels.triton.moe_gemv import PackedExperts, Workspace, gemv_down, gemv_gate_up, make_workspace
+from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix, combine, expert_matrix, grouped_down, grouped_gate_up
+from tokenspeed.kernels.triton.moe_mxfp4 import BLOCK, pack_mxfp4
+from tokenspeed.kernels.triton.moe_plans import (
+    NO_LIMIT,
+    ExpertPlan,
+    ExpertShape,
+    ExpertTable,
+    choose,
+    heuristic_plans,
+    load_table,
+)
+from tokenspeed.moe.interface import Activation, ExpertWeights, MoeNeed, Routing
+
+logger = logging.getLogger(__name__)
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class TritonExperts:
+    """`moe.interface.Experts`. `plans` may be set to try others (benchmarks)."""
+
+    max_fused_rows = NO_LIMIT
+
+    def __init__(
+        self,
+        gate_up: ExpertMatrix,
+        down: ExpertMatrix,
+        gemv: PackedExperts | None,
+        workspace: Workspace,
+        need: MoeNeed,
+        plans: tuple[ExpertPlan, ...],
+        hopper: bool,
+    ) -> None:
+        self._gate_up, self._down, self._gemv, self._workspace = gate_up, down, gemv, workspace
+        self._num_experts, self._activation = need.num_experts, need.activation
+        self.plans = plans
+        self._hopper = hopper
+
+    def __call__(self, x: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Experts.__call__`."""
+        num_tokens = x.shape[0]
+        if num_tokens == 0:
+            return x.new_empty(x.shape) if residual is None else residual
+        plan = choose(self.plans, num_tokens)
+        x = x.contiguous()
+        if plan.gemv and self._gemv is not None:
+            h = gemv_gate_up(x, routing.expert_ids, self._gemv, self._activation, pdl=self._hopper)
+            out = torch.empty_like(x) if residual is None else residual
+            return gemv_down(
+                h, routing.expert_ids, routing.weights, self._gemv, out, self._workspace, residual is not None,
+                pdl=self._hopper,
+            )  # fmt: skip
+        return run_grouped(
+            x, routing, self._gate_up, self._down, self._num_experts, self._activation, plan, residual, self._hopper
+        )
+
+
+def run_grouped(
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
+    num_experts: int,
+    activation: Activation,
+    plan: ExpertPlan,
+    residual: torch.Tensor | None,
+    hopper: bool,
+) -> torch.Tensor:
+    """The four steps of the grouped kernels for T >= 1 tokens; see `Experts.__call__`. `hopper`: see `moe_grouped`."""
+    num_tokens, top_k = routing.expert_ids.shape
+    grouping = group_pairs(routing.expert_ids, num_experts, plan.block_m, hopper)
+    h = grouped_gate_up(x, gate_up, grouping, top_k, activation, plan.gate_up, hopper)
+    kind = torch.float32 if plan.wide_parts else x.dtype
+    parts = grouped_down(h, down, grouping, routing.weights, kind, plan.down, hopper)
+    return combine(parts, num_tokens, top_k, residual, x.dtype, hopper)
+
+
+class TritonExpertKernels:
+    """`kernels.ops.ExpertKernels`.
+
+    Args:
+        table: tuned plans of this GPU, or None.
+        shared_bytes: shared memory that one program may have.
+        gpu: its name, for the log.
+    """
+
+    def __init__(
+        self, device: torch.device, hopper: bool, table: ExpertTable | None, shared_bytes: int, gpu: str
+    ) -> None:
+        self._hopper, self._table, self._shared_bytes, self._gpu = hopper, table, shared_bytes, gpu
+        self._workspace = make_workspace(device)
+        self._told: set[ExpertShape] = set()
+
+    def why_not(self, need: MoeNeed) -> str | None:
+        """See `ExpertKernels.why_not`."""
+        if need.format == "mxfp4":
+            if need.dtype == torch.float16:
+                return "MXFP4 experts are widened to bfloat16, the dtype is float16"
+            for what, size in (("hidden", need.hidden_size), ("intermediate", need.intermediate_size)):
+                if size % BLOCK:
+                    return f"the {what} size {size} is not a multiple of MXFP4's block of {BLOCK}"
+        if need.hidden_size % 16 or need.intermediate_size % 16:
+            return f"the sizes {need.hidden_size} and {need.intermediate_size} are not multiples of 16"
+        if need.format == "fp8_block" and need.dtype == torch.float16:
+            return "e4m3 experts are widened to bfloat16, the dtype is float16"
+        return None
+
+    def pack(self, weights: ExpertWeights, need: MoeNeed) -> TritonExperts:
+        """See `MoeBackend.pack`. MXFP4 bytes are rearranged where they lie.
+
+        Raises:
+            CheckpointError: an MXFP4 scale that these kernels do not take (`moe_mxfp4`).
+        """
+        if weights.format == "mxfp4":
+            assert weights.gate_up_scale is not None and weights.down_scale is not None
+            up = pack_mxfp4(weights.gate_up.contiguous(), weights.gate_up_scale, "gate_up of an expert")
+            low = pack_mxfp4(weights.down.contiguous(), weights.down_scale, "down of an expert")
+            gate_up = expert_matrix("mxfp4", up, None, weights.gate_up_bias)
+            down = expert_matrix("mxfp4", low, None, weights.down_bias)
+            gemv = PackedExperts(
+                "mxfp4", up.codes, low.codes, up.scales, low.scales, weights.gate_up_bias, weights.down_bias
+            )  # fmt: skip
+        else:
+            up_weight, low_weight = weights.gate_up.contiguous(), weights.down.contiguous()
+            gate_up = expert_matrix(weights.format, up_weight, weights.gate_up_scale, weights.gate_up_bias)
+            down = expert_matrix(weights.format, low_weight, weights.down_scale, weights.down_bias)
+            gemv = None
+            if weights.format == "dense":
+                gemv = PackedExperts(
+                    "dense", up_weight, low_weight, None, None, weights.gate_up_bias, weights.down_bias
+                )  # fmt: skip
+        plans = self._plans(need, gemv is not None)
+        return TritonExperts(gate_up, down, gemv, self._workspace, need, plans, self._hopper)
+
+    def _plans(self, need: MoeNeed, has_gemv: bool) -> tuple[ExpertPlan, ...]:
+        shape = ExpertShape.of(need)
+        plans = None if self._table is None or need.dtype not in HALF else self._table.find(shape)
+        is_new = shape not in self._told
+        self._told.add(shape)
+        if plans is not None:
+            if is_new:
+                logger.info(
+                    "expert kernels: tiles measured on %s (%s)", self._gpu, self._table and self._table.measured
+                )
+            return plans
+        if is_new:
+            logger.info(
+                "expert kernels: no tuned tiles for %s and %d %s experts of %d x %d, top %d; a heuristic chooses them "
+                "(`tokenspeed bench kernels --tune` measures)",
+                self._gpu, shape.num_experts, shape.format, shape.hidden_size, shape.intermediate_size, shape.top_k,
+            )  # fmt: skip
+        return heuristic_plans(shape, has_gemv, self._shared_bytes, need.dtype == torch.float32)
+
+
+def _why_not(need: Need) -> str | None:
+    if need.device.type != "cuda":
+        return f"Triton kernels run on a GPU, the device is {need.device.type}"
+    if torch.cuda.get_device_capability(need.device) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    if need.dtype not in (*HALF, torch.float32):
+        return f"they take bfloat16, float16 and float32, the dtype is {need.dtype}"
+    return None
+
+
+def _make(need: Need) -> TritonExpertKernels:
+    properties = torch.cuda.get_device_properties(need.device)
+    shared_bytes = triton.runtime.driver.active.utils.get_device_properties(need.device.index or 0)["max_shared_mem"]
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability(need.device) >= (9, 0)
+    return TritonExpertKernels(need.device, hopper, load_table(properties.name), shared_bytes, properties.name)
+
+
+IMPLEMENTATIONS = (Implementation(op="experts", name="triton", rank=50, why_not=_why_not, make=_make),)

@@ -1,0 +1,120 @@
+"""Which kernels and tiles run experts at a number of tokens: from a table measured on this GPU, else by a heuristic.
+
+A table is `tables/<GPU>.json`, written by `tokenspeed bench kernels --tune`. It is keyed by shape; a plan holds for all
+token counts up to its `max_tokens` that no smaller plan covers, the last one for everything above.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+
+import msgspec
+
+from tokenspeed.kernels.triton.moe_grouped import GroupedTile
+from tokenspeed.moe.interface import ExpertFormat, MoeNeed
+
+MAX_GEMV_TOKENS = 4
+"""Without a table."""
+DEFAULT_TILE = GroupedTile()
+NO_LIMIT = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """What a plan depends on besides the number of tokens; sizes of one rank."""
+
+    format: ExpertFormat
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+
+    @staticmethod
+    def of(need: MoeNeed) -> ExpertShape:
+        return ExpertShape(need.format, need.num_experts, need.top_k, need.hidden_size, need.intermediate_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlan:
+    """Up to `max_tokens`: the kernels of `moe_gemv`, or pairs in tiles of `block_m` with a tile for each matrix.
+
+    wide_parts: what experts give is kept in float32 until it is summed, not in the model's dtype.
+    """
+
+    max_tokens: int
+    gemv: bool = False
+    block_m: int = 16
+    gate_up: GroupedTile = DEFAULT_TILE
+    down: GroupedTile = DEFAULT_TILE
+    wide_parts: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ShapePlans:
+    """Plans by rising `max_tokens`."""
+
+    shape: ExpertShape
+    plans: tuple[ExpertPlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTable:
+    """One file. `measured`: on what, with which versions, and when."""
+
+    gpu: str
+    measured: str
+    experts: tuple[ShapePlans, ...] = ()
+
+    def find(self, shape: ExpertShape) -> tuple[ExpertPlan, ...] | None:
+        for entry in self.experts:
+            if entry.shape == shape:
+                return entry.plans
+        return None
+
+
+def table_name(gpu: str) -> str:
+    """File name of a GPU by the name that torch gives it: `NVIDIA_H200.json`."""
+    return gpu.strip().replace(" ", "_").replace("/", "_") + ".json"
+
+
+def load_table(gpu: str) -> ExpertTable | None:
+    """The shipped table of a GPU, or None."""
+    file = resources.files("tokenspeed.kernels.triton").joinpath("tables", table_name(gpu))
+    return msgspec.json.decode(file.read_bytes(), type=ExpertTable) if file.is_file() else None
+
+
+def choose(plans: tuple[ExpertPlan, ...], num_tokens: int) -> ExpertPlan:
+    """The first plan that reaches so far, or the last."""
+    for plan in plans:
+        if num_tokens <= plan.max_tokens:
+            return plan
+    return plans[-1]
+
+
+def heuristic_plans(shape: ExpertShape, has_gemv: bool, shared_bytes: int, is_float32: bool) -> tuple[ExpertPlan, ...]:
+    """Plans for a shape without a table. Not measured: tiles of pairs about twice what an expert gets on average, so
+    that most experts take one tile; large tiles where the GPU has Hopper's shared memory for them.
+
+    Args:
+        shared_bytes: that one program may have.
+        is_float32: activations (and dense weights) take 4 bytes.
+    """
+    plans = [ExpertPlan(MAX_GEMV_TOKENS, gemv=True)] if has_gemv else []
+    if is_float32:
+        tile = GroupedTile(64, 32, 1, 2, 4)
+        return (*plans, ExpertPlan(64, False, 16, tile, tile), ExpertPlan(NO_LIMIT, False, 32, tile, tile))
+    is_large = shared_bytes >= 200 * 1024
+    small = GroupedTile(128, 64 if shape.format == "dense" else 128, stages=4 if is_large else 2)
+    per_expert = shape.top_k / shape.num_experts
+    for block_m in (16, 32):
+        plans.append(ExpertPlan(max(MAX_GEMV_TOKENS + 1, int(block_m / 2 / per_expert)), False, block_m, small, small))
+    middle = GroupedTile(128, 64, 1, 3 if is_large else 2, 8 if shape.format == "fp8_block" else 4, 4)
+    plans.append(ExpertPlan(max(64, int(40 / per_expert)), False, 64, middle, middle))
+    if is_large:
+        wide = 128 if shape.format == "fp8_block" else 256
+        large = GroupedTile(wide, 64, 1, 3, 8, 8)
+        plans.append(ExpertPlan(NO_LIMIT, False, 128, large, large, wide_parts=False))
+    else:
+        plans.append(ExpertPlan(NO_LIMIT, False, 64, middle, middle, wide_parts=False))
+    return tuple(plans)
