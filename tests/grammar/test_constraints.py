@@ -14,7 +14,7 @@ from grammar_support import BYTES, EOS
 from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.grammar.interface import GrammarOptions
 from tokenspeed.protocol.grammar import CANNOT_FOLLOW, GrammarSpec
-from tokenspeed.protocol.sampling import SamplingParams
+from tokenspeed.protocol.sampling import SamplingParams, ThinkingBudget
 from tokenspeed.protocol.step import Admission
 from tokenspeed.runner import constraints as constraints_module
 from tokenspeed.runner.constraints import Constraints
@@ -105,6 +105,31 @@ def test_the_output_cannot_end_before_the_constraint_has_started(compiler: Gramm
     assert may(constraints, 0) == {ord("a")}
     constraints.admit(admission(0, grammar, b"think<"))
     assert may(constraints, 0) == set(range(VOCAB)) - {EOS, ord("s")}
+
+
+@pytest.mark.parametrize("has_grammar", [False, True])
+def test_a_budget_closes_the_reasoning(compiler: GrammarCompiler, has_grammar: bool):
+    """The bug: `thinking.budget_tokens` was taken and did nothing."""
+    ends = tuple(b"</")
+    grammar = msgspec.structs.replace(spec("ab", starts_after=ends), withheld=(EOS,)) if has_grammar else None
+    _keep = compiler.submit(spec("ab")).result(60)
+    free = set(range(VOCAB)) - {EOS} if has_grammar else None
+    behind = {ord("a")} if has_grammar else None
+    constraints = Constraints(compiler, VOCAB)
+    for num_before, begun, rest in ((4, b"", b".</"), (3, b".", b"</"), (2, b".<", b"/"), (3, b"<", b".</")):
+        budget = ThinkingBudget(num_tokens=num_before + len(begun), ends=ends, closing=tuple(b".</"))
+        constraints.admit(admission(0, grammar, thinking=budget))
+        for token_id in b"free"[:num_before] + begun:
+            assert may(constraints, 0) == free
+            assert constraints.accept(0, token_id) is None
+        for token_id in rest:
+            assert may(constraints, 0) == {token_id}
+            assert constraints.accept(0, token_id) is None
+        assert may(constraints, 0) == behind and constraints.holds(0) == has_grammar
+    constraints.admit(admission(0, grammar, b"th</", thinking=budget))
+    assert may(constraints, 0) == behind, "it ended by itself"
+    constraints.admit(admission(0, grammar, b"think.", thinking=budget))
+    assert may(constraints, 0) == {ord("<")}, "preempted meanwhile"
 
 
 def test_after_the_end_only_the_end(compiler: GrammarCompiler):

@@ -23,7 +23,7 @@ from tokenspeed.grammar.json_schema import rewrite_schema
 from tokenspeed.grammar.tools import tool_choice_schema
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
-from tokenspeed.protocol.sampling import SamplingParams
+from tokenspeed.protocol.sampling import SamplingParams, ThinkingBudget
 from tokenspeed.runner.build import build_runner
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
@@ -224,6 +224,19 @@ async def test_an_output_cannot_end_inside_its_reasoning(engine: Engine):
     assert (await engine.run("Think.", None, logit_bias=bias, max_tokens=6)).finish_reason == "stop"
     held = await engine.run("Think.", grammar, logit_bias=bias, max_tokens=6)
     assert (held.finish_reason, len(held.token_ids)) == ("length", 6)
+
+
+async def test_reasoning_ends_with_its_budget(engine: Engine):
+    """The bug: `thinking.budget_tokens` was taken and did nothing."""
+    closing = tuple(engine.client.tokenizer.encode("\nTHE END", add_special_tokens=False))
+    budget = ThinkingBudget(num_tokens=5, ends=closing[-2:], closing=closing)
+    grammar = GrammarSpec(kind="regex", text=" ?(yes|no)", starts_after=closing[-2:])
+    plain = await engine.run("Think.", None, max_tokens=30)
+    alone = await engine.run("Think.", None, thinking=budget, max_tokens=30)
+    bound = await engine.run("Think.", grammar, thinking=budget)
+    for done in (alone, bound):
+        assert done.token_ids[:5] == plain.token_ids[:5] and tuple(done.token_ids[5 : 5 + len(closing)]) == closing
+    assert re.search("THE END ?(yes|no)$", bound.text) and bound.finish_reason == "stop"
 
 
 async def test_n_sequences_have_a_matcher_each(engine: Engine):

@@ -9,6 +9,7 @@ from chat_streams import of_choice, of_chunks
 from conftest import chat, events, http_client
 from scripted_engine import ScriptedClient
 
+from tokenspeed.protocol.sampling import ThinkingBudget
 from tokenspeed.server.rendering import Conversation
 from tokenspeed.server.turn import TurnRequest, template_switches
 
@@ -179,6 +180,43 @@ async def test_a_continued_answer_that_still_reasons_is_constrained_behind_that(
     one = of_choice((await answer(engine, messages=messages, continue_final_message=True, **CONSTRAINED))["choices"][0])
     assert engine.requests[0].grammar.starts_after == tuple(b"</think>")
     assert (one.reasoning, one.content) == ("!", "{}")
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "opened", "ends", "closing"),
+    [
+        ("qwen3", "a\n<think>\n", "", "</think>", "</think>"),
+        ("qwen3", "a\n", "<think>", "</think>", "</think>"),
+        ("qwen3", "a\n<think>\n\n</think>\n\n", "", None, None),
+        ("passthrough", "a\n", "", None, None),
+        (
+            "gpt-oss",
+            "<|start|>assistant",
+            "<|channel|>analysis<|message|>",
+            "<|channel|>final<|message|>",
+            "<|end|><|start|>assistant<|channel|>final<|message|>",
+        ),
+    ],
+)
+async def test_a_budget_of_thinking_reaches_the_engine(
+    parser: str, prompt: str, opened: str, ends: str | None, closing: str | None
+):
+    """The bug: `thinking.budget_tokens` of /v1/messages was taken and did nothing."""
+    engine = ScriptedClient("x", prompt)
+    await answer(engine, parser, thinking_budget=7)
+    async with http_client(engine, reasoning_parser=parser) as http:
+        thinking = {"type": "enabled", "budget_tokens": 7}
+        messages = [{"role": "user", "content": "q"}]
+        body = {"model": "tiny", "max_tokens": 9, "messages": messages, "thinking": thinking}
+        assert (await http.post("/v1/messages", json=body)).status_code == 200
+    encode = engine.tokenizer.encode
+    for request in engine.requests:
+        assert request.prompt_token_ids == encode(prompt + opened, False, True)
+        if ends is None or closing is None:
+            assert request.sampling.thinking is None
+        else:
+            wanted = ThinkingBudget(7, tuple(encode(ends, False, True)), tuple(encode(closing, False, True)))
+            assert request.sampling.thinking == wanted
 
 
 async def test_a_stop_token_of_the_request_is_no_text():

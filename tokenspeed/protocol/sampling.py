@@ -12,6 +12,20 @@ MAX_LOGPROBS = 20  # OpenAI's limit for chat `top_logprobs`
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it: less would leave the range of float32
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """A bound on the reasoning with which an output begins.
+
+    Fields:
+        num_tokens: output tokens after which the reasoning is closed, unless it has ended by itself.
+        ends: the token ids that end it.
+        closing: the ids that are written to close it; their end is `ends`.
+    """
+
+    num_tokens: int
+    ends: tuple[int, ...]
+    closing: tuple[int, ...]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters with the field's standard names.
 
@@ -34,6 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         prompt_logprobs: the same for each prompt token but the first.
         include_stop_str_in_output: keep the matched stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
+        thinking: a bound on the reasoning, for an output that begins inside it. The server makes it.
     """
 
     n: int = 1
@@ -55,6 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    thinking: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
         _within("n", self.n, 1, 128)

@@ -1,4 +1,5 @@
-"""The grammars of the sequences in slots: which rows are constrained, what each may sample, what it has sampled.
+"""The grammars of the sequences in slots: which rows are constrained, what each may sample, what it has sampled. Also
+the reasoning in front of them, which a grammar waits for and a budget may close.
 
 One thread at a time. No torch: masks are filled on the host, while a device may be computing. A sequence whose grammar
 takes too long ends, so that it does not hold up its neighbours (measured with ambiguous grammars: the cost of a token
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 
 from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.grammar.interface import MaskRow, Matcher
-from tokenspeed.protocol.grammar import CANNOT_FOLLOW
+from tokenspeed.protocol.grammar import CANNOT_FOLLOW, GrammarSpec
+from tokenspeed.protocol.sampling import ThinkingBudget
 from tokenspeed.protocol.step import Admission
 
 CREDIT_S = 0.25
@@ -27,33 +29,78 @@ EARNED_S = 0.003
 
 
 @dataclass(slots=True)
+class _Reasoning:
+    """The reasoning that an output begins with, until `ends` has been sampled.
+
+    Fields:
+        mask: what may be sampled meanwhile, [ceil(V / 32)]; None: anything.
+        budget: tokens after which `closing` is forced, token by token; None: never.
+        tail: the last sampled tokens.
+        num_closed: tokens of `closing` that have been sampled.
+    """
+
+    ends: tuple[int, ...]
+    mask: NDArray[np.int32] | None
+    budget: ThinkingBudget | None
+    tail: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    num_closed: int = 0
+
+    @property
+    def forced(self) -> int | None:
+        """The only token that may come next, once the budget is spent."""
+        if self.budget is None or self.num_tokens < self.budget.num_tokens:
+            return None
+        return self.budget.closing[self.num_closed]
+
+    def accept(self, token_id: int) -> bool:
+        """A token has been sampled. True: it was the last one of the reasoning."""
+        forced = self.forced
+        self.num_tokens += 1
+        self.tail = [*self.tail, token_id][-len(self.ends) :]
+        if tuple(self.tail) == self.ends:
+            return True
+        if forced is not None and token_id == forced:
+            self.num_closed += 1
+        elif self.budget is not None and self.forced is not None:  # the model may have begun to close it by itself
+            begun = range(len(self.budget.closing) - 1, 0, -1)
+            closing = self.budget.closing
+            self.num_closed = next((n for n in begun if tuple(self.tail[-n:]) == closing[:n]), 0)
+        return False
+
+
+@dataclass(slots=True)
 class _Slot:
     """One constrained sequence.
 
     Fields:
-        marker: what has to be sampled before the constraint starts; empty once it has.
-        before: the mask until then, [ceil(V / 32)]; None: anything may come.
-        tail: the last sampled tokens, while there is a marker to find.
-        error: why the sequence cannot go on; set from the start where there is no matcher.
+        matcher: follows the output behind the reasoning; None: nothing constrains it there.
+        reasoning: None when there is none, or no more.
+        error: why the sequence cannot go on.
         credit_s: CPU seconds left to spend.
     """
 
     matcher: Matcher | None
-    marker: tuple[int, ...]
-    before: NDArray[np.int32] | None = None
-    tail: list[int] = field(default_factory=list)
+    reasoning: _Reasoning | None = None
     error: str | None = None
     credit_s: float = CREDIT_S
 
+    @property
+    def is_active(self) -> bool:
+        """The next token is constrained."""
+        if self.error is not None or self.reasoning is None:
+            return self.error is None and self.matcher is not None
+        return self.reasoning.mask is not None or self.reasoning.forced is not None
+
     def accept(self, token_id: int) -> None:
-        if self.matcher is None or self.error is not None or self.matcher.is_terminated:
-            return  # a step that was planned before the end was known: dropped by the scheduler
-        if self.marker:
-            self.tail = [*self.tail, token_id][-len(self.marker) :]
-            if tuple(self.tail) == self.marker:
-                self.marker = ()
-        else:
+        if self.error is not None:
+            return
+        if self.reasoning is not None:
+            if self.reasoning.accept(token_id):
+                self.reasoning = None
+        elif self.matcher is not None and not self.matcher.is_terminated:
             self._follow(self.matcher, token_id)
+        # Else a step that was planned before the end was known: dropped by the scheduler.
 
     def fill(self, row: MaskRow) -> bool:
         """See `Matcher.fill`. What the library cannot do costs this sequence alone, after the step."""
@@ -94,18 +141,35 @@ class Constraints:
         """A sequence enters a slot; whatever the slot held is forgotten. After a preemption, what it had sampled is
         followed again."""
         self._slots.pop(admission.slot, None)
-        spec = admission.grammar
-        if spec is None:
+        spec, budget = admission.grammar, admission.sampling.thinking
+        if spec is None and budget is None:
             return
+        slot = self._slots[admission.slot] = _Slot(None, self._reasoning(spec, budget))
+        if spec is not None and not self._compile(slot, spec):
+            return
+        for token_id in admission.token_ids[admission.prompt_len :]:
+            slot.accept(token_id)
+
+    def _compile(self, slot: _Slot, spec: GrammarSpec) -> bool:
         compiled = self._compiler.compiled(spec) if self._compiler is not None else None
         if compiled is None:
             # The request has ended meanwhile, and nobody else uses its grammar: its rows are dropped.
-            self._slots[admission.slot] = _Slot(None, (), error="the grammar is not compiled")
-            return
-        slot = _Slot(compiled.matcher(), spec.starts_after or (), self._all_but(spec.withheld))
-        for token_id in admission.token_ids[admission.prompt_len :]:
-            slot.accept(token_id)
-        self._slots[admission.slot] = slot
+            slot.error = "the grammar is not compiled"
+            return False
+        slot.matcher = compiled.matcher()
+        return True
+
+    def _reasoning(self, spec: GrammarSpec | None, budget: ThinkingBudget | None) -> _Reasoning | None:
+        ends = budget.ends if budget is not None else None
+        if spec is not None:
+            ends = spec.starts_after
+        if ends is None:
+            return None
+        return _Reasoning(ends, self._all_but(spec.withheld) if spec is not None else None, budget)
+
+    def holds(self, slot: int) -> bool:
+        """Whether a slot has a grammar or a budget, now or later in its output."""
+        return slot in self._slots
 
     def rows(self, slots: Sequence[int]) -> list[int]:
         """Places in `slots` whose next token is constrained, ascending."""
@@ -118,11 +182,9 @@ class Constraints:
         words = np.empty((len(rows), self._num_words), dtype=np.int32)
         for place, row in enumerate(rows):
             slot = self._slots[slots[row]]
-            if slot.marker:
-                assert slot.before is not None, "rows() names only slots that have a mask"
-                words[place] = slot.before
+            if slot.reasoning is not None:
+                words[place] = self._reasoning_mask(slot.reasoning)
                 continue
-            assert slot.matcher is not None, "rows() names only slots that have one"
             begin_s = time.thread_time()
             if not slot.fill(words[place]):
                 words[place] = -1
@@ -136,6 +198,9 @@ class Constraints:
             return None
         begin_s = time.thread_time()
         held.accept(token_id)
+        if held.matcher is None and held.reasoning is None and held.error is None:
+            del self._slots[slot]  # it had only a budget
+            return None
         held.credit_s = min(CREDIT_S, held.credit_s + EARNED_S - (time.thread_time() - begin_s))
         if held.error is None and held.credit_s < 0:
             limit_ms = EARNED_S * 1000
@@ -147,7 +212,16 @@ class Constraints:
 
     def _is_active(self, slot: int) -> bool:
         held = self._slots.get(slot)
-        return held is not None and held.error is None and (not held.marker or held.before is not None)
+        return held is not None and held.is_active
+
+    def _reasoning_mask(self, reasoning: _Reasoning) -> NDArray[np.int32]:
+        forced = reasoning.forced
+        if forced is None:
+            assert reasoning.mask is not None, "rows() names only slots that have one"
+            return reasoning.mask
+        words = np.zeros(self._num_words, dtype=np.uint32)
+        words[forced // 32] = np.uint32(1 << forced % 32)
+        return words.view(np.int32)
 
     def _all_but(self, token_ids: Sequence[int]) -> NDArray[np.int32] | None:
         """A mask row without these ids; None when there are none."""

@@ -38,10 +38,10 @@ class GrammarRows:
         """A sequence enters a slot. What it had sampled before comes with the admission."""
         self._unread.pop(admission.slot, None)
         self._constraints.admit(admission)
-        if admission.grammar is None:
-            self._slots.discard(admission.slot)
-        else:
+        if self._constraints.holds(admission.slot):
             self._slots.add(admission.slot)
+        else:
+            self._slots.discard(admission.slot)
 
     def rows(self, slots: Sequence[int]) -> list[int]:
         """Places in `slots` that have a grammar, whether or not it constrains their next token."""
@@ -60,6 +60,8 @@ class GrammarRows:
             error = self._constraints.accept(slot, int(unread.token_ids[unread.row]))
             if error is not None:
                 errors[slot] = error
+            if not self._constraints.holds(slot):
+                self._slots.discard(slot)
         return errors
 
     def masks(self, slots: Sequence[int]) -> TokenMasks | None:

@@ -18,7 +18,7 @@ from tokenspeed.engine.interface import GenerationRequest
 from tokenspeed.grammar.tools import tool_choice_schema
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
-from tokenspeed.protocol.sampling import SamplingParams
+from tokenspeed.protocol.sampling import SamplingParams, ThinkingBudget
 from tokenspeed.server.context import ServerContext, off_loop
 from tokenspeed.server.rendering import Conversation, num_chars, render
 from tokenspeed.server.turn_reader import TurnReader
@@ -61,6 +61,7 @@ class TurnRequest:
         thinking: turn reasoning on or off where the template can; None = say nothing.
         reasoning_effort: none and minimal turn thinking off where the template has a variable for that, the others turn
             it on there; templates read it as `reasoning_effort`. `template_kwargs` win over both.
+        thinking_budget: tokens of reasoning after which it is closed; None = as many as the model wants.
         separate_reasoning: False = reasoning is part of the content, tags included.
         stream_reasoning: False = reasoning comes in one piece, when it has ended.
         grammar: what the answer has to obey; starts behind the reasoning. Not together with tools that may be called.
@@ -71,6 +72,7 @@ class TurnRequest:
     parallel_tool_calls: bool = True
     thinking: bool | None = None
     reasoning_effort: str | None = None
+    thinking_budget: int | None = None
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     grammar: GrammarSpec | None = None
@@ -144,13 +146,18 @@ async def prepare_turn(context: ServerContext, request: TurnRequest, sampling: S
         # Stop strings end the text; a parser that reads ids would read on behind them.
         tokenizer=None if sampling.stop else tokenizer,
     )
-    if grammar is not None:
+    if grammar is not None or request.thinking_budget is not None:
         start = _constraint_start(formats.reasoning, parsing, talk.continue_final_message)
         if start.opens:
             prompt = prompt + tokenizer.encode(start.opens, False, True)
             parsing = replace(parsing, prompt=(parsing.prompt or "") + start.opens)
         after = tuple(tokenizer.encode(start.ends, False, True)) if start.ends else None
-        grammar = msgspec.structs.replace(grammar, starts_after=after)
+        if grammar is not None:
+            grammar = msgspec.structs.replace(grammar, starts_after=after)
+        if request.thinking_budget is not None and after is not None:
+            closing = tuple(tokenizer.encode(formats.reasoning.closing or start.ends, False, True))
+            budget = ThinkingBudget(request.thinking_budget, after, closing)
+            sampling = msgspec.structs.replace(sampling, thinking=budget)
     return Turn(prompt, sampling, grammar, formats.reasoning, tool_format, parsing, parses_calls, request)
 
 

@@ -117,6 +117,7 @@ def _turn_request(body: PromptFields) -> TurnRequest:
         choice=_choice(body),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         thinking=None if thinking == "adaptive" else thinking == "enabled",
+        thinking_budget=body.thinking.budget_tokens if body.thinking is not None else None,
         reasoning_effort=config.effort if config is not None else None,
         grammar=_grammar(body),
     )

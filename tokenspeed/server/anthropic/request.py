@@ -71,7 +71,7 @@ class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`thinking`: the chat template's switch; "adaptive" leaves it as the model has it.
 
     Fields:
-        budget_tokens: with enabled; a wish, and no bound: thinking ends when the model ends it, or at max_tokens.
+        budget_tokens: with enabled; thinking that has not ended by itself after so many tokens is closed.
         display: "omitted" answers thinking blocks without text.
     """
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
+from msgspec import Meta
 
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.body import read_json, to_struct
@@ -59,6 +60,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
         tools, tool_choice, parallel_tool_calls: as OpenAI has them; default: the model decides, and may call several.
         reasoning_effort: none and minimal turn thinking off, the others on, where the chat template has a switch; every
             template can read it as `reasoning_effort`.
+        thinking_budget: tokens of reasoning after which it is closed; default: as many as the model wants.
         separate_reasoning: reasoning in `reasoning_content` (default), or as part of the content.
         stream_reasoning: stream reasoning as it comes (default), or in one piece when it has ended.
         documents: for chat templates that read them.
@@ -76,6 +78,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    thinking_budget: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     documents: list[dict[str, Any]] | None = None
@@ -156,6 +159,7 @@ def to_turn(body: ChatRequest) -> TurnRequest:
         choice=choice_of(body.tool_choice, bool(tools)),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning_effort=body.reasoning_effort,
+        thinking_budget=body.thinking_budget,
         separate_reasoning=body.separate_reasoning is not False,
         stream_reasoning=body.stream_reasoning is not False,
         grammar=constraint_of(body),

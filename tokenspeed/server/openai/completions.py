@@ -42,6 +42,7 @@ from tokenspeed.server.schema import documented
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 COMPLETION_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "thinking_budget": ((None,), "it belongs to chat; a completion's text is not read for reasoning"),
     "suffix": ((None, ""), "fill-in-the-middle is not built yet"),
     "parallel_tool_calls": ((None, True, False), "completions call no tools"),
     "prompt_embeds": ((None,), "prompts are text or token ids"),

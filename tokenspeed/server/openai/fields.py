@@ -58,7 +58,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "session_params": ((None,), "send the whole conversation; its shared prefix is cached"),
     "kv_transfer_params": ((None,), f"disaggregated serving: {_NOT_YET}"),
     "vllm_xargs": ((None,), "send the fields themselves"),
-    "thinking_budget": ((None,), f"{_NOT_YET}; use reasoning_effort, or max_tokens"),
 }
 
 

@@ -188,6 +188,7 @@ class ReasoningFormat:
             ("yes" and "no" too give way to a prompt that ends with an open or a closed think tag).
         start_marker: what the model writes when it begins to reason by itself; None: only the prompt decides.
         end_marker: the text that ends the reasoning; a grammar begins behind it. None: there is no such text.
+        closing: what closes a reasoning that has taken too long; ends with `end_marker`. None: that alone.
         needs_special_tokens: the text must be decoded with special tokens kept.
         whole: see `WholeFormat`; None for formats that are apart from their tool calls.
     """
@@ -199,6 +200,7 @@ class ReasoningFormat:
     starts: Starts = "no"
     start_marker: str | None = None
     end_marker: str | None = None
+    closing: str | None = None
     needs_special_tokens: bool = False
     whole: WholeFormat | None = None
 

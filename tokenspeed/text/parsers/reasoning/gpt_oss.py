@@ -24,6 +24,7 @@ FORMAT = ReasoningFormat(
     starts="prompt",
     start_marker="<|channel|>analysis<|message|>",
     end_marker="<|channel|>final<|message|>",
+    closing="<|end|><|start|>assistant<|channel|>final<|message|>",
     needs_special_tokens=True,
     whole=HarmonyParser,
 )
