@@ -96,6 +96,10 @@ def test_unknown_architecture_names_those_that_exist() -> None:
     [
         ("Qwen2ForCausalLM", {"attention_bias": False}, "biases on q, k and v"),
         ("Qwen3ForCausalLM", {"qk_norm": False}, "norms on q and k"),
+        ("Qwen3MoeForCausalLM", {"qk_norm": False}, "experts and norms on q and k"),
+        ("Qwen3MoeForCausalLM", {"moe": None}, "experts and norms on q and k"),
+        ("GptOssForCausalLM", {"moe": None}, "experts and attention sinks"),
+        ("GptOssForCausalLM", {"attention_sinks": False}, "experts and attention sinks"),
         ("LlamaForCausalLM", {"rope": RopeConfig(partial_rotary_factor=0.5)}, "partial_rotary_factor 0.5"),
         ("LlamaForCausalLM", {"head_dim": 15}, "head_dim 15 is odd"),
     ],

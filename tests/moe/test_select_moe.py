@@ -31,7 +31,9 @@ def test_auto_takes_what_runs_here_and_says_why_not_the_others() -> None:
     selected, report = select_moe(NEED, "auto", OPS)
     assert selected.backend.name == "torch"
     assert selected.need is NEED
-    assert report == ["experts: torch, 4 a layer, 2 a token, kept in MXFP4 (not triton: it needs an NVIDIA GPU)"]
+    assert report == [
+        "MoE backend: torch, 4 experts a layer, 2 a token, kept in MXFP4 (not triton: it needs an NVIDIA GPU)"
+    ]
 
 
 def test_asked_for() -> None:

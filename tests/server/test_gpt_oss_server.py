@@ -73,7 +73,7 @@ def test_channels_become_reasoning_and_content(scripted: tuple[openai.OpenAI, Pa
     assert choice.finish_reason == "stop"
     said = log.read_text()
     assert "reasoning parser gpt-oss" in said
-    assert re.search(r"experts: torch, 4 a layer, 2 a token, kept in MXFP4", said)
+    assert re.search(r"MoE backend: torch, 4 experts a layer, 2 a token, kept in MXFP4", said)
 
 
 def test_streamed_channels(scripted: tuple[openai.OpenAI, Path]) -> None:

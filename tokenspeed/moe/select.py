@@ -70,7 +70,7 @@ def select_moe(need: MoeNeed, choice: str, ops: Ops) -> tuple[SelectedMoe, list[
     if choice != AUTO:
         chosen = next((backend for backend in usable if backend.name == choice), None)
         if chosen is not None:
-            return SelectedMoe(chosen(ops), need), [f"experts: {choice} (asked for), {_described(need)}"]
+            return SelectedMoe(chosen(ops), need), [f"MoE backend: {choice} (asked for), {_described(need)}"]
         reason = WITHOUT_IMPLEMENTATION.get(choice) or reasons.get(choice) or "there is no backend of this name"
         if not usable:
             raise ConfigError(f"--moe-backend {choice}: {reason}; no backend can serve these experts: {lost}")
@@ -80,7 +80,7 @@ def select_moe(need: MoeNeed, choice: str, ops: Ops) -> tuple[SelectedMoe, list[
         raise ConfigError(f"no MoE backend can serve the experts of this model on {need.device}: {lost}")
     winner = usable[0]
     note = "" if winner.note is None else f"; {winner.note}"
-    return SelectedMoe(winner(ops), need), [f"experts: {winner.name}, {_described(need)} (not {lost}){note}"]
+    return SelectedMoe(winner(ops), need), [f"MoE backend: {winner.name}, {_described(need)} (not {lost}){note}"]
 
 
 def _without_op(need: MoeNeed, ops: Ops) -> str | None:
@@ -91,7 +91,7 @@ def _without_op(need: MoeNeed, ops: Ops) -> str | None:
 
 def _described(need: MoeNeed) -> str:
     kept = {"dense": _name(need.dtype), "mxfp4": "MXFP4", "fp8_block": "e4m3 with a scale a block of 128 x 128"}
-    return f"{need.num_experts} a layer, {need.top_k} a token, kept in {kept[need.format]}"
+    return f"{need.num_experts} experts a layer, {need.top_k} a token, kept in {kept[need.format]}"
 
 
 def _name(dtype: torch.dtype) -> str:
