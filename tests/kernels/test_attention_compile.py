@@ -63,7 +63,7 @@ for model, ((heads, kv_heads, head_dim), windows) in MODELS.items():
             tile = decode_attention.choose_decode_tile(rows, head_dim, window or None)
             sizes = base | {
                 "ROPE": True, "HAS_NORM": False, "GROUP": heads // kv_heads, "BLOCK_H": 16, "BLOCK_T": tile.block_t,
-                "NUM_SPLITS": tile.num_splits, "PDL": True,
+                "NUM_SPLITS": tile.num_splits, "LEAST_BLOCKS": tile.least_blocks, "PDL": True,
             }
             compiled(
                 f"decode {model} window {window} rows {rows}", decode_attention._decode_kernel, sizes, missing,

@@ -295,8 +295,29 @@ def test_whole_prompts_of_several_lengths() -> None:
 def test_fewer_rows_have_more_splits() -> None:
     splits = [choose_decode_tile(rows, 128, None).num_splits for rows in (1, 8, 32, 128, 512, 2048)]
     assert splits == sorted(splits, reverse=True)
-    assert splits[0] == 16
+    assert splits[0] == 32
     assert splits[-1] == 1
+
+
+@pytest.mark.parametrize("least_blocks", [1, 2, 5])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_short_context_leaves_splits_without_work(least_blocks: int, has_sinks: bool) -> None:
+    """Splits without blocks return at once; whoever comes last of the others merges, and the counters are zero again."""
+    contexts = [1, 15, 16, 33, 100, 0]
+    case = Case([1] * len(contexts), [max(0, length - 1) for length in contexts], (4, 2, 32), page_size=16)
+    sinks = torch.randn(4, device=DEVICE) if has_sinks else None
+    workspace = decode_workspace(len(contexts), 4, 2, 32, 6, DEVICE)
+    tile = DecodeTile(6, 16, 4, 3, least_blocks)
+    whole = decode_workspace(len(contexts), 4, 2, 32, 1, DEVICE)
+    seq_lens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
+    table = case.batch().page_table
+    args = (case.q, case.keys, case.values, table, seq_lens, case.scale)
+    for _ in range(2):
+        out = decode_attention(*args, workspace, tile, sinks=sinks, pdl=ON_GPU)
+        alone = decode_attention(*args, whole, DecodeTile(1, 16, 4, 3), sinks=sinks, pdl=ON_GPU)
+        assert error(out[:5], alone[:5]) < BOUND
+        assert not out[5].any(), "a row without context is 0"
+        assert not workspace[2].any()
 
 
 def test_a_window_and_not_the_context_decides_how_decode_is_shared_out() -> None:
@@ -307,7 +328,7 @@ def test_a_window_and_not_the_context_decides_how_decode_is_shared_out() -> None
         assert choose_decode_tile(rows, 64, 5).block_t == 16  # what a matrix instruction takes at least
         long = choose_decode_tile(rows, 64, 4096)
         assert long == choose_decode_tile(rows, 64, None)
-    assert choose_decode_tile(8, 128, 300).num_splits == 5
+    assert choose_decode_tile(8, 128, 300).num_splits == 10
 
 
 # ---- pointwise ------------------------------------------------------------------------------------------------------

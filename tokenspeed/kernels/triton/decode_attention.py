@@ -83,6 +83,7 @@ def _decode_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    LEAST_BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     request = tl.program_id(0)
@@ -97,7 +98,10 @@ def _decode_kernel(
         # Nothing before the window is read, masked or not: its pages may be another's by now, and 0 * NaN is NaN.
         begin = tl.maximum(seq_len - WINDOW, 0)
     num_blocks = tl.cdiv(seq_len - begin, BLOCK_T)
-    per_split = tl.cdiv(num_blocks, NUM_SPLITS)
+    per_split = tl.maximum(tl.cdiv(num_blocks, NUM_SPLITS), LEAST_BLOCKS)
+    num_working = tl.maximum(tl.cdiv(num_blocks, per_split), 1)
+    if split >= num_working:  # a short context is not worth all the splits that a long one needs
+        return
     first = begin + split * per_split * BLOCK_T
     last = tl.minimum(first + per_split * BLOCK_T, seq_len)
 
@@ -185,14 +189,14 @@ def _decode_kernel(
     tl.store(stats_ptr + own * 2 * BLOCK_H + BLOCK_H + tl.arange(0, BLOCK_H), total)
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel")
-    if arrived == NUM_SPLITS - 1:
+    if arrived == num_working - 1:
         tl.store(counter_ptr + row, 0)
         best = tl.full((BLOCK_H,), float("-inf"), dtype=tl.float32)
         if HAS_SINKS:
             best = tl.load(sinks_ptr + heads, mask=in_group, other=0.0).to(tl.float32)
         total = tl.where(best == float("-inf"), 0.0, 1.0)
         acc = tl.zeros((BLOCK_H, BLOCK_D), dtype=tl.float32)
-        for other in range(NUM_SPLITS):
+        for other in range(num_working):
             base = row * NUM_SPLITS + other
             other_best = tl.load(stats_ptr + base * 2 * BLOCK_H + tl.arange(0, BLOCK_H), cache_modifier=".cg")
             other_total = tl.load(
@@ -215,14 +219,16 @@ class DecodeTile:
     """Choices of one launch.
 
     Fields:
-        num_splits: programs that share the context of a (request, kv head).
+        num_splits: programs that may share the context of a (request, kv head).
         block_t: tokens that a program reads at once.
+        least_blocks: blocks that a program takes at least, as long as there are; programs without any return at once.
     """
 
     num_splits: int
     block_t: int
     num_warps: int
     num_stages: int
+    least_blocks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +321,7 @@ def decode_attention(
         BLOCK_H=max(16, triton.next_power_of_2(group)),
         BLOCK_T=tile.block_t,
         NUM_SPLITS=tile.num_splits,
+        LEAST_BLOCKS=tile.least_blocks,
         PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -323,15 +330,17 @@ def decode_attention(
     return out
 
 
-TILES: tuple[tuple[int, DecodeTile], ...] = (
-    (8, DecodeTile(16, 64, 4, 3)),
-    (32, DecodeTile(8, 64, 4, 3)),
-    (128, DecodeTile(4, 64, 4, 3)),
-    (511, DecodeTile(2, 64, 4, 3)),
-    (2**31, DecodeTile(1, 64, 2, 3)),
+NARROW_HEAD = 64
+TILES: tuple[tuple[int, DecodeTile, DecodeTile], ...] = (
+    (8, DecodeTile(32, 64, 2, 5, least_blocks=1), DecodeTile(32, 32, 4, 5, least_blocks=2)),
+    (32, DecodeTile(16, 128, 4, 3, least_blocks=1), DecodeTile(16, 32, 4, 5, least_blocks=4)),
+    (128, DecodeTile(8, 64, 2, 5, least_blocks=4), DecodeTile(8, 64, 4, 3, least_blocks=3)),
+    (511, DecodeTile(4, 64, 4, 3, least_blocks=5), DecodeTile(4, 64, 4, 3, least_blocks=5)),
+    (2**31, DecodeTile(1, 32, 2, 5), DecodeTile(1, 64, 2, 3)),
 )
-"""Up to so many (request, kv head) pairs. Splits measured best on one H200 at head_dim 128 and a context of 600
-(docs/log.md); other head sizes take the same."""
+"""Up to so many (request, kv head) pairs: the tile for heads of up to 64 dimensions, and for wider ones. The number of
+splits that work at a context of 600 measured best on one H200 (docs/log.md, sweep of 155 variants); longer contexts get
+more, so that few requests still keep the memory busy."""
 
 SHORT_WINDOW = 256
 SHORT_WINDOW_TILE_BYTES = 128 * 64
@@ -339,12 +348,13 @@ SHORT_WINDOW_TILE_BYTES = 128 * 64
 
 def choose_decode_tile(num_rows: int, head_dim: int, window: int | None) -> DecodeTile:
     """How `num_rows` (request, kv head) pairs are shared out. A short window is one piece of work, of a block or two,
-    whatever the context; its loads are not pipelined, there is nothing to overlap them with. Not measured yet."""
+    whatever the context; its loads are not pipelined, there is nothing to overlap them with."""
     if window is not None and window <= SHORT_WINDOW:
         most = max(16, SHORT_WINDOW_TILE_BYTES // triton.next_power_of_2(head_dim))
         block_t = min(most, max(16, triton.next_power_of_2(window)))
         return DecodeTile(1, block_t, 4, 1 if window <= block_t else 2)
-    tile = next(tile for most_rows, tile in TILES if num_rows <= most_rows)
+    narrow, wide = next((narrow, wide) for most_rows, narrow, wide in TILES if num_rows <= most_rows)
+    tile = narrow if head_dim <= NARROW_HEAD else wide
     if window is not None:
         tile = replace(tile, num_splits=min(tile.num_splits, triton.cdiv(window, tile.block_t)))
     return tile
