@@ -73,6 +73,27 @@ def _pinned(count: int) -> torch.Tensor:
     return torch.empty(count, dtype=torch.int32, pin_memory=True)
 
 
+@dataclass(slots=True)
+class _Staging:
+    """Pinned buffers of one step: asking the driver for pinned memory each time costs more than filling it.
+
+    Fields:
+        rows: input of a decode graph. prompts: input of a prompt graph. sampled: where sampled tokens arrive.
+        num_sampled: how much of it this step has taken.
+    """
+
+    rows: torch.Tensor
+    prompts: torch.Tensor
+    sampled: torch.Tensor
+    num_sampled: int = 0
+
+    def take_sampled(self, count: int) -> torch.Tensor:
+        """Room for `count` sampled tokens, [count] int32."""
+        start = self.num_sampled
+        self.num_sampled += count
+        return self.sampled[start : self.num_sampled]
+
+
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
     """What `capture` does.
@@ -130,8 +151,10 @@ class CudaModelRunner:
                 self._graphs = DecodeGraphs(*parts, limits.max_num_seqs, self._pdl)
             if graphs.prefill_sizes:
                 self._prefill = PrefillGraphs(*parts, limits.max_num_seqs, self._pdl)
-        self._staging = [_pinned(2 * num_slots) for _ in range(NUM_STAGING)]
-        self._prefill_staging = [_pinned(4 * PREFILL_GRAPH_REQUESTS) for _ in range(NUM_STAGING)]
+        self._staging = [
+            _Staging(_pinned(2 * num_slots), _pinned(4 * PREFILL_GRAPH_REQUESTS), _pinned(num_slots))
+            for _ in range(NUM_STAGING)
+        ]
         self._stream = torch.cuda.Stream(ops.device)  # type: ignore[no-untyped-call]
         self._profiler = StepProfiler(has_gpu=True)
         self._launcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner-launch")
@@ -228,37 +251,38 @@ class CudaModelRunner:
         decodes, others = plan.rows[:num_decodes], plan.rows[num_decodes:]
         parts: list[tuple[list[Row], _Sampled]] = []
         prompts: dict[int, PendingPrompt] = {}
+        staging = self._staging[plan.step_id % NUM_STAGING]
+        staging.num_sampled = 0
         size = self._graphs.size_for(num_decodes) if self._graphs is not None else None
         if size is None:
             others = plan.rows
         else:
-            parts.append((decodes, self._replay(decodes, size, self._staging[plan.step_id % NUM_STAGING])))
+            parts.append((decodes, self._replay(decodes, size, staging)))
         if others:
             sampling = [row for row in others if row.samples]
             recorded = self._prefill_size(others)
             if recorded is not None:
-                staging = self._prefill_staging[plan.step_id % NUM_STAGING]
                 parts.append((sampling, self._replay_prefill(others, sampling, recorded, staging)))
             else:
                 logits = self._eager(others, prompts)
                 if sampling:
-                    parts.append((sampling, self._sample(sampling, logits)))
+                    parts.append((sampling, self._sample(sampling, logits, staging)))
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._stream)
         return _Launched(plan, done, parts, prompts)
 
-    def _replay(self, rows: list[Row], size: int, staging: torch.Tensor) -> _Sampled:
+    def _replay(self, rows: list[Row], size: int, staging: _Staging) -> _Sampled:
         assert self._graphs is not None
         decode = self._graphs.graph(size)
         slots = [row.slot for row in rows]
         pad = size - len(rows)
-        host = staging[: 2 * size].view(2, size)
+        host = staging.rows[: 2 * size].view(2, size)
         numbers = host.numpy()
         numbers[0] = slots + [self._graphs.scratch_slot] * pad
         numbers[1] = [row.start for row in rows] + [0] * pad
         decode.rows.copy_(host, non_blocking=True)
         decode.graph.replay()
-        return self._to_host(rows, slots, decode.token_ids[: len(rows)], decode.logits)
+        return self._to_host(rows, slots, decode.token_ids[: len(rows)], decode.logits, staging)
 
     def _prefill_size(self, rows: list[Row]) -> int | None:
         """The recorded token count that serves rows without a decode graph; None: they run eagerly."""
@@ -266,15 +290,15 @@ class CudaModelRunner:
             return None
         return self._prefill.size_for(rows)
 
-    def _replay_prefill(self, rows: list[Row], sampling: list[Row], size: int, staging: torch.Tensor) -> _Sampled:
+    def _replay_prefill(self, rows: list[Row], sampling: list[Row], size: int, staging: _Staging) -> _Sampled:
         assert self._prefill is not None
         prefill = self._prefill.graph(size)
-        host = staging[: prefill.rows.numel()].view(prefill.rows.shape)
+        host = staging.prompts[: prefill.rows.numel()].view(prefill.rows.shape)
         self._prefill.fill(host, [*sampling, *(row for row in rows if not row.samples)])
         prefill.rows.copy_(host, non_blocking=True)
         prefill.graph.replay()
         slots = [row.slot for row in sampling]
-        return self._to_host(sampling, slots, prefill.token_ids[: len(slots)], prefill.logits)
+        return self._to_host(sampling, slots, prefill.token_ids[: len(slots)], prefill.logits, staging)
 
     def _eager(self, rows: list[Row], prompts: dict[int, PendingPrompt]) -> torch.Tensor:
         """Forward of any rows; logits [n, V] float32 of those that sample."""
@@ -297,16 +321,18 @@ class CudaModelRunner:
             end += row.num_tokens
         return self._model.logits(hidden[wanted])
 
-    def _sample(self, rows: list[Row], logits: torch.Tensor) -> _Sampled:
+    def _sample(self, rows: list[Row], logits: torch.Tensor, staging: _Staging) -> _Sampled:
         slots = [row.slot for row in rows]
         positions = to_device([row.start + row.num_tokens for row in rows], torch.int64, self._device)
         where = to_device(slots, torch.int32, self._device)
         token_ids = sample_rows(logits, where, positions, self._parameters.sampling, self._state.token_ids, self._pdl)
-        return self._to_host(rows, slots, token_ids, logits)
+        return self._to_host(rows, slots, token_ids, logits, staging)
 
-    def _to_host(self, rows: list[Row], slots: list[int], token_ids: torch.Tensor, logits: torch.Tensor) -> _Sampled:
+    def _to_host(
+        self, rows: list[Row], slots: list[int], token_ids: torch.Tensor, logits: torch.Tensor, staging: _Staging
+    ) -> _Sampled:
         """Start the copy of sampled tokens; redo the rows that the graph could not sample by itself."""
-        host = torch.empty(len(rows), dtype=torch.int32, pin_memory=True)
+        host = staging.take_sampled(len(rows))
         host.copy_(token_ids, non_blocking=True)
         eager = sorted({*self._parameters.eager_rows(slots), *self._grammar_rows.rows(slots)})
         if not eager:
