@@ -12,7 +12,7 @@ from tokenspeed.config.model import ModelConfig, MoeConfig
 from tokenspeed.config.moe import Layout
 from tokenspeed.distributed.mesh import SINGLE, Axis, Mesh
 from tokenspeed.kernels.reference import mxfp4
-from tokenspeed.kernels.reference.moe import LoopedExperts, dense_expert
+from tokenspeed.kernels.reference.moe import ExpertReader, LoopedExperts
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.layers.expert_weights import ExpertLoad
 from tokenspeed.models.qwen3_moe import EXAMPLE
@@ -120,7 +120,7 @@ def test_mxfp4_bytes_stay_as_they_are() -> None:
     assert torch.equal(weights.gate_up, tensors["m.experts.gate_up_proj_blocks"].view(E, 2 * INNER, H // 2))
     assert weights.gate_up.dtype == weights.down.dtype == torch.uint8
     for expert in range(E):
-        gate_up, down = dense_expert(weights, expert, torch.float32)
+        gate_up, down = dense_expert(weights, expert)
         assert (gate_up - INTERLEAVED[expert]).norm() < 0.2 * gate_up.norm()
         assert (down - DOWN[expert]).norm() < 0.2 * down.norm()
 
@@ -136,7 +136,7 @@ def check_fp8(weights: ExpertWeights) -> None:
     assert weights.gate_up_scale is not None and weights.down_scale is not None
     assert tuple(weights.gate_up_scale.shape) == (E, 4, 1) and tuple(weights.down_scale.shape) == (E, 1, 2)
     for expert in range(E):
-        gate_up, down = dense_expert(weights, expert, torch.float32)
+        gate_up, down = dense_expert(weights, expert)
         assert torch.equal(gate_up[0::2], quantize_blocks(GATE[expert]).dequantize(torch.float32))
         assert torch.equal(gate_up[1::2], quantize_blocks(UP[expert]).dequantize(torch.float32))
         assert torch.equal(down, quantize_blocks(DOWN[expert]).dequantize(torch.float32))
@@ -157,6 +157,11 @@ def test_a_dense_expert_in_an_fp8_checkpoint_is_refused() -> None:
     name = "m.experts.1.up_proj.weight"
     with pytest.raises(CheckpointError, match=f"{name} is not e4m3"):
         load.entries()[name].load(Fake(name, UP[1]))
+
+
+def dense_expert(weights: ExpertWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    reader = ExpertReader(weights, torch.float32)
+    return reader.gate_up(expert, 0, weights.gate_up.shape[1]), reader.down(expert, 0, weights.down.shape[1])
 
 
 def run(weights: ExpertWeights, x: torch.Tensor) -> torch.Tensor:

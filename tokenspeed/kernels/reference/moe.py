@@ -8,15 +8,19 @@ A token's experts are summed in the order of their numbers, so that a row's resu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
-from tokenspeed.kernels.reference.mxfp4 import dequantize
+from tokenspeed.kernels.reference.mxfp4 import Widener
 from tokenspeed.kernels.reference.pointwise import reference, rms_norm
 from tokenspeed.moe.interface import Activation, ExpertWeights, MoeNeed, RouterRule, Routing
 
 FP8_BLOCK = 128
 ANY_ROWS = 1 << 30
+WIDENED_ROWS = 256
+"""Rows of a quantized matrix that are numbers at once; whole blocks of interleaved gate and up."""
 
 
 class Router:
@@ -64,30 +68,54 @@ def activate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
 
 
-def dense_expert(weights: ExpertWeights, expert: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate_up [2 I, H], interleaved, and down [H, I] of one expert in `dtype`, rounded once from float32."""
-    gate_up, down = weights.gate_up[expert], weights.down[expert]
-    if weights.format == "dense":
-        return gate_up.to(dtype), down.to(dtype)
-    assert weights.gate_up_scale is not None and weights.down_scale is not None
-    gate_up_scale, down_scale = weights.gate_up_scale[expert], weights.down_scale[expert]
-    if weights.format == "mxfp4":
-        return dequantize(gate_up, gate_up_scale, dtype), dequantize(down, down_scale, dtype)
-    gate_scale, up_scale = gate_up_scale.chunk(2)
-    wide = torch.empty(gate_up.shape, device=gate_up.device)
-    wide[0::2] = gate_up[0::2].float() * _spread(gate_scale, gate_up[0::2])
-    wide[1::2] = gate_up[1::2].float() * _spread(up_scale, gate_up[1::2])
-    return wide.to(dtype), (down.float() * _spread(down_scale, down)).to(dtype)
+class ExpertReader:
+    """Matrices of experts as numbers, some rows at a time.
+
+    Args:
+        dtype: what they are widened to, rounded once from float32.
+    """
+
+    def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._dtype = dtype
+        self._widen = Widener(dtype, weights.gate_up.device) if weights.format == "mxfp4" else None
+
+    def gate_up(self, expert: int, first: int, last: int) -> torch.Tensor:
+        """Rows [first, last) of [2 I, H], interleaved; `first` a multiple of 256."""
+        rows, scale = self._weights.gate_up[expert, first:last], self._weights.gate_up_scale
+        if scale is None or self._widen is not None:
+            return self._rows(rows, None if scale is None else scale[expert, first:last])
+        wide = torch.empty(rows.shape, dtype=self._dtype, device=rows.device)
+        for half, half_scale in enumerate(scale[expert].chunk(2)):
+            mine = rows[half::2]
+            wide[half::2] = (mine.float() * _spread(half_scale[first // 2 // FP8_BLOCK :], mine)).to(self._dtype)
+        return wide
+
+    def down(self, expert: int, first: int, last: int) -> torch.Tensor:
+        """Rows [first, last) of [H, I]; `first` a multiple of 128."""
+        rows, scale = self._weights.down[expert, first:last], self._weights.down_scale
+        if scale is None or self._widen is not None:
+            return self._rows(rows, None if scale is None else scale[expert, first:last])
+        return (rows.float() * _spread(scale[expert, first // FP8_BLOCK :], rows)).to(self._dtype)
+
+    def _rows(self, rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        if scale is None:
+            return rows.to(self._dtype)
+        assert self._widen is not None
+        return self._widen(rows, scale)
 
 
 def _spread(scale: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Scales of 128 x 128 blocks, one for each element of the matrix."""
     rows, columns = matrix.shape
-    return scale.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+    blocks = scale[: -(-rows // FP8_BLOCK)]
+    return blocks.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
 
 
 class LoopedExperts:
     """One layer's experts, one after the other. Satisfies `Experts`.
+
+    Quantized matrices are widened for the call, some rows at a time so that these stay in a core's cache.
 
     Args:
         dtype: what the two products of an expert are computed in; sums over experts are float32.
@@ -99,6 +127,9 @@ class LoopedExperts:
         self._weights = weights
         self._activation = activation
         self._dtype = dtype
+        self._reader = ExpertReader(weights, dtype)
+        is_dense = weights.format == "dense"
+        self._step = max(weights.gate_up.shape[1], weights.down.shape[1]) if is_dense else WIDENED_ROWS
 
     def __call__(self, x: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See `Experts.__call__`. Waits for the device: which experts are hit is read on the host."""
@@ -113,12 +144,26 @@ class LoopedExperts:
         return residual.copy_(residual.float() + out)
 
     def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        weights, dtype = self._weights, self._dtype
-        gate_up, down = dense_expert(weights, expert, dtype)
-        gate_up_bias, down_bias = weights.gate_up_bias, weights.down_bias
-        inner = functional.linear(x, gate_up, None if gate_up_bias is None else gate_up_bias[expert].to(dtype))
-        h = activate(inner.float(), self._activation).to(dtype)
-        return functional.linear(h, down, None if down_bias is None else down_bias[expert].to(dtype))
+        weights, reader = self._weights, self._reader
+        inner = self._linear(x, expert, reader.gate_up, weights.gate_up.shape[1], weights.gate_up_bias)
+        h = activate(inner.float(), self._activation).to(self._dtype)
+        return self._linear(h, expert, reader.down, weights.down.shape[1], weights.down_bias)
+
+    def _linear(
+        self,
+        x: torch.Tensor,
+        expert: int,
+        read: Callable[[int, int, int], torch.Tensor],
+        num_rows: int,
+        biases: torch.Tensor | None,
+    ) -> torch.Tensor:
+        bias = None if biases is None else biases[expert].to(self._dtype)
+        parts = []
+        for first in range(0, num_rows, self._step):
+            last = min(first + self._step, num_rows)
+            part = None if bias is None else bias[first:last]
+            parts.append(functional.linear(x, read(expert, first, last), part))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 class ReferenceExperts:

@@ -14,23 +14,32 @@ LARGEST = 6.0
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
+class Widener:
+    """E2M1 bytes to numbers of one dtype on one device, by a table of the two values of every scale and byte.
+
+    A pair of values moves as one integer: several times as fast on a CPU as looking up values and multiplying them.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device=device)
+        byte = torch.arange(256, device=device)
+        factor = torch.exp2(torch.arange(256, device=device) - 127.0)
+        factor[255] = torch.nan
+        pairs = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)
+        table = (factor[:, None, None] * pairs).to(dtype).view(-1, 2)
+        self._table = table.view(torch.int64 if dtype.itemsize == 4 else torch.int32).view(-1)
+        self._dtype = dtype
+
+    def __call__(self, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """packed [..., N / 2], scale [..., N / 32] -> [..., N]: exact where the dtype has the value's range."""
+        index = packed.view(*scale.shape, GROUP // 2).int()
+        index |= (scale.int() << 8).unsqueeze(-1)
+        return self._table.index_select(0, index.view(-1)).view(self._dtype).view(*packed.shape[:-1], -1)
+
+
 def dequantize(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[..., N] in `dtype`: exact in bfloat16 and float32 where the result is in their range."""
-    # A table of the two values of every scale and byte; a pair moves as one integer. 16 million values take 0.05 s on a
-    # CPU, and seven times that by looking up values and multiplying them.
-    table = _pairs(dtype, packed.device).view(torch.int64 if dtype.itemsize == 4 else torch.int32).view(-1)
-    index = packed.view(*scale.shape, GROUP // 2).int() + (scale.int() << 8).unsqueeze(-1)
-    return table.index_select(0, index.view(-1)).view(dtype).view(*packed.shape[:-1], -1)
-
-
-def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[256 scales * 256 bytes, 2]."""
-    values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device=device)
-    byte = torch.arange(256, device=device)
-    factor = torch.exp2(torch.arange(256, device=device) - 127.0)
-    factor[255] = torch.nan
-    pairs = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)
-    return (factor[:, None, None] * pairs).to(dtype).view(-1, 2)
+    """See `Widener`; for one use."""
+    return Widener(dtype, packed.device)(packed.contiguous(), scale)
 
 
 def quantize(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
