@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from tokenspeed.config.model import ModelConfig, RopeConfig
 from tokenspeed.engine.interface import GenerationEvent, GenerationRequest, LogprobEntry
+from tokenspeed.grammar.select import KINDS
 from tokenspeed.protocol.errors import EngineDead, InvalidRequest, Overloaded
 from tokenspeed.protocol.messages import CommandName, EngineStats, ProfileOptions
 
@@ -79,6 +80,7 @@ class FakeClient:
         self.tokenizer = ByteTokenizer()
         self.template_text = ""
         self.template_variables: frozenset[str] = frozenset()
+        self.grammar_kinds = frozenset(KINDS["xgrammar"])
         self.reply = reply
         self.chunk = 1
         self.delay_s = 0.0

@@ -263,6 +263,50 @@ async def test_a_call_of_none_of_the_tools_cannot_be_required(path: str, choice:
         assert (await http.post(path, json={**prompt, "tool_choice": choice})).status_code == 200
 
 
+async def test_strict_holds_the_models_own_calls_to_their_schemas():
+    """The bug: `strict: true` was taken and did nothing with tool_choice auto."""
+    engine = ScriptedClient("<think>\nHm\n</think>\n\n" + qwen_call("f", '{"a": 1}'))
+    loose = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    async with serving(engine) as http:
+        (one,) = await both(http, tools=TOOLS)
+        await both(http, tools=TOOLS, thinking_budget=5)
+        await both(http, tools=loose)
+        engine.grammar_kinds = frozenset(("json_schema",))
+        await both(http, tools=TOOLS)
+    assert (one.reasoning, one.finish_reason) == ("Hm", "tool_calls") and len(one.calls) == 1
+    strict, _, bounded, _, *others = [request.grammar for request in engine.requests]
+    tag, free = json.loads(strict.text)["format"]["tags"]
+    assert strict.kind == "structural_tag" and tag["content"]["json_schema"]["required"] == ["a"]
+    assert free["content"]["json_schema"] == {"type": "object", "additionalProperties": {}}
+    assert strict.starts_after is None, "the free text may be reasoning"
+    assert bounded.starts_after == tuple(b"</think>")
+    assert others == [None] * 4
+
+
+async def test_an_answers_schema_beside_tools():
+    """The bug: it was refused. With auto, the answer obeys it or is calls; a forced call takes its place."""
+    engine = ScriptedClient("Hm\n</think>\n\n" + qwen_call("f", '{"a": 1}'))
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+    async with serving(engine) as http:
+        (called,) = await both(http, tools=TOOLS, response_format=wanted)
+        engine.reply = "</think>\n\n12"
+        (answered,) = await both(http, tools=TOOLS, response_format=wanted)
+        engine.reply = '</think>\n\n[{"name": "f", "parameters": {"a": 1}}]'
+        (forced,) = await both(http, tools=TOOLS, response_format=wanted, tool_choice="required")
+    assert (called.reasoning, called.content, called.finish_reason) == ("Hm", "", "tool_calls") and called.calls
+    assert (answered.content, answered.calls) == ("12", []) and forced.calls
+    grammar, _, _, _, of_calls, _ = [request.grammar for request in engine.requests]
+    assert [each["type"] for each in json.loads(grammar.text)["format"]["elements"]] == [
+        "json_schema",
+        "tags_with_separator",
+    ]
+    assert grammar.starts_after == tuple(b"</think>")
+    assert of_calls.kind == "json_schema" and json.loads(of_calls.text)["type"] == "array"
+    async with serving(engine, tool_call_parser="qwen_coder") as http:
+        response = await http.post(URL, json=chat(tools=TOOLS, response_format=wanted))
+        assert response.status_code == 400 and response.json()["error"]["param"] == "response_format"
+
+
 async def test_auto_needs_a_known_format():
     """SmolLM2, say: nothing could read its calls, so none are promised."""
     async with http_client(ScriptedClient('[{"name": "f", "parameters": {"a": 1}}]')) as http:
@@ -288,7 +332,11 @@ async def test_auto_needs_a_known_format():
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2]", "two functions"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "a b"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "retrieval"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "tool_choice"),
+        (
+            {"tools": TOOLS, "response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+            "response_format",
+            "tool_choice",
+        ),
         (
             {"tools": TOOLS, "tool_choice": "required", "regex": "a"},
             "regex",

@@ -26,7 +26,7 @@ from tokenspeed.engine.interface import GenerationEvent, GenerationRequest, Toke
 from tokenspeed.engine.launch import LAST_WORDS_S, EngineHandle, describe_exit
 from tokenspeed.engine.sequence import SequenceStream, TokenTexts
 from tokenspeed.protocol.errors import EngineDead, InvalidRequest, Overloaded
-from tokenspeed.protocol.grammar import INVALID_GRAMMAR, GrammarSpec
+from tokenspeed.protocol.grammar import INVALID_GRAMMAR, GrammarKind, GrammarSpec
 from tokenspeed.protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -91,6 +91,7 @@ class AsyncEngineClient:
         self.tokenizer: TokenizerFace = tokenizer
         self.template_text = template.text
         self.template_variables = template.variables()
+        self.grammar_kinds: frozenset[GrammarKind] = frozenset(ready.grammar_kinds)
         self.ready = ready
         self._tokenizer = tokenizer
         self._template = template

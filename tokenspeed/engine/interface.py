@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tokenspeed.config.model import ModelConfig
-from tokenspeed.protocol.grammar import GrammarSpec
+from tokenspeed.protocol.grammar import GrammarKind, GrammarSpec
 from tokenspeed.protocol.messages import CommandName, EngineStats, FinishReason, ProfileOptions
 from tokenspeed.protocol.sampling import SamplingParams
 
@@ -111,6 +111,7 @@ class EngineClient(Protocol):
     Fields:
         template_text: Jinja text of the model's chat templates, "" without one. Tells which parsers fit.
         template_variables: the names that they read.
+        grammar_kinds: what an output may be held to.
     """
 
     model_config: ModelConfig
@@ -118,6 +119,7 @@ class EngineClient(Protocol):
     tokenizer: TokenizerFace
     template_text: str
     template_variables: frozenset[str]
+    grammar_kinds: frozenset[GrammarKind]
 
     def render_chat(
         self,

@@ -92,4 +92,5 @@ def _ready(config: EngineConfig, runner: Runner) -> Ready:
         ).context_tokens,
         vocab_size=config.model.vocab_size,
         report=[f"{choice.name}={choice.value}: {choice.reason}" for choice in config.choices] + list(runner.report),
+        grammar_kinds=[] if runner.grammars is None else list(runner.grammars.kinds),
     )

@@ -22,9 +22,9 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from tokenspeed.grammar.interface import Backend, CompiledGrammar, GrammarError, GrammarOptions, Vocabulary
-from tokenspeed.grammar.select import open_backend
+from tokenspeed.grammar.select import KINDS, open_backend
 from tokenspeed.grammar.worker import Answer, Job, Setup, read_frame, write_frame
-from tokenspeed.protocol.grammar import GrammarSpec
+from tokenspeed.protocol.grammar import GrammarKind, GrammarSpec
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,11 @@ class GrammarCompiler:
         self._workers: dict[int, _Worker] = {}  # by thread
         self._is_closed = False
         self._threads = ThreadPoolExecutor(max_workers=NUM_WORKERS, thread_name_prefix="grammar")
+
+    @property
+    def kinds(self) -> tuple[GrammarKind, ...]:
+        """What the library can do."""
+        return KINDS[self._name]
 
     def warm(self) -> None:
         """Open the library and start a worker now, in the background, so that no request waits for that."""

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Mapping
 
 from tokenspeed.grammar.interface import Backend, GrammarOptions, Vocabulary
+from tokenspeed.protocol.grammar import GrammarKind
 
 BACKENDS = ("xgrammar", "llguidance")
+KINDS: Mapping[str, tuple[GrammarKind, ...]] = {
+    "xgrammar": ("json_schema", "regex", "ebnf", "structural_tag"),
+    "llguidance": ("json_schema", "regex", "ebnf"),
+}
 
 
 def why_not(name: str) -> str | None:

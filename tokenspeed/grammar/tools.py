@@ -1,14 +1,22 @@
-"""The schema of a forced tool call: a JSON array of `{"name": ..., "parameters": {...}}`. No torch."""
+"""Tool calls as grammars: forced ones, a JSON array of `{"name": ..., "parameters": {...}}`, and those that a model
+writes in its own format by its own decision. No torch.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from tokenspeed.grammar.json_schema import rewrite_schema
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
+from tokenspeed.text.parsers.interface import CallMarks
+
+MAX_WHITESPACE = 16
+"""Characters of white space between two JSON tokens inside of tags."""
+
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
 def tool_choice_schema(
@@ -37,14 +45,8 @@ def tool_choice_schema(
     definitions: dict[str, Any] = {}
     calls = []
     for place, function in enumerate(functions):
-        parameters = _object_only(function)
         root = f"#/$defs/tool{place}"
-        # Rewritten alone: references inside are read from its own root.
-        try:
-            definitions[f"tool{place}"] = rewrite_schema(parameters, "tools", root)
-        except InvalidRequest as error:
-            said = f"the parameters of the tool {function['name']!r}: {error.message}"
-            raise InvalidRequest(said, param=error.param, code=error.code) from None
+        definitions[f"tool{place}"] = _parameters(function, root)
         calls.append(
             {
                 "type": "object",
@@ -58,6 +60,86 @@ def tool_choice_schema(
         schema["maxItems"] = 1
     schema["$defs"] = definitions
     return GrammarSpec(kind="json_schema", text=json.dumps(schema), starts_after=starts_after, param="tools")
+
+
+def strict_calls(tools: Sequence[dict[str, Any]], strict: Collection[str], marks: CallMarks) -> GrammarSpec:
+    """Free text, in which whatever begins as a call is one: of a tool on offer, with arguments that obey its schema.
+
+    Args:
+        strict: names of the tools whose schemas count; arguments of the others are any object.
+        marks: the model's format.
+
+    Raises:
+        InvalidRequest: parameters that cannot be compiled.
+    """
+    tags = [_tag(tool["function"], marks, tool["function"]["name"] in strict) for tool in tools]
+    return _structural({"type": "triggered_tags", "triggers": [marks.trigger], "tags": tags}, "tools")
+
+
+def answer_or_calls(
+    answer: GrammarSpec, tools: Sequence[dict[str, Any]], strict: Collection[str], marks: CallMarks, parallel: bool
+) -> GrammarSpec | None:
+    """An output that obeys `answer`, or that is nothing but calls. None: `answer` cannot be one of two.
+
+    Args:
+        strict, marks: see `strict_calls`.
+        parallel: several calls are allowed.
+
+    Raises:
+        InvalidRequest: parameters that cannot be compiled.
+    """
+    match answer.kind:
+        case "json_schema":
+            plain = _json(json.loads(answer.text))
+        case "regex":
+            plain = {"type": "regex", "pattern": answer.text}
+        case "ebnf":
+            plain = {"type": "grammar", "grammar": answer.text}
+        case "structural_tag":
+            return None
+    calls = {
+        "type": "tags_with_separator",
+        "tags": [_tag(tool["function"], marks, tool["function"]["name"] in strict) for tool in tools],
+        "separator": marks.separator,
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+    if any(marks.section):
+        calls = {"type": "tag", "begin": marks.section[0], "content": calls, "end": marks.section[1]}
+    return _structural({"type": "or", "elements": [plain, calls]}, answer.param)
+
+
+def _structural(form: dict[str, Any], param: str) -> GrammarSpec:
+    return GrammarSpec(kind="structural_tag", text=json.dumps({"type": "structural_tag", "format": form}), param=param)
+
+
+def _tag(function: dict[str, Any], marks: CallMarks, is_strict: bool) -> dict[str, Any]:
+    content = _json(_parameters(function) if is_strict else rewrite_schema(ANY_OBJECT, "tools"))
+    if marks.behind_number is not None:
+        number = {"type": "regex", "pattern": "[0-9]{1,6}"}
+        content = {"type": "sequence", "elements": [number, _text(marks.behind_number), content]}
+    return {"type": "tag", "begin": marks.begin(function["name"]), "content": content, "end": marks.end}
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
+
+
+def _text(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+def _parameters(function: dict[str, Any], root: str = "#") -> dict[str, Any]:
+    """The rewritten schema of a function's arguments. Each alone: references inside are read from its own root.
+
+    Args:
+        root: see `rewrite_schema`.
+    """
+    try:
+        return rewrite_schema(_object_only(function), "tools", root)
+    except InvalidRequest as error:
+        said = f"the parameters of the tool {function['name']!r}: {error.message}"
+        raise InvalidRequest(said, param=error.param, code=error.code) from None
 
 
 def _object_only(function: dict[str, Any]) -> dict[str, Any]:

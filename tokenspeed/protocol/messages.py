@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from tokenspeed.protocol.grammar import GrammarSpec
+from tokenspeed.protocol.grammar import GrammarKind, GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -161,6 +161,7 @@ class Ready(msgspec.Struct, tag="ready", kw_only=True):
     kv_capacity_tokens: int
     vocab_size: int
     report: list[str]  # what was chosen and why, for the log
+    grammar_kinds: list[GrammarKind] = []  # what an output may be held to; none where constrained decoding is off
 
 
 class Reply(msgspec.Struct, tag="reply", kw_only=True, omit_defaults=True):

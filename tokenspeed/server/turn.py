@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from tokenspeed.engine.interface import GenerationRequest
-from tokenspeed.grammar.tools import tool_choice_schema
+from tokenspeed.grammar.tools import answer_or_calls, strict_calls, tool_choice_schema
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams, ThinkingBudget
@@ -64,7 +64,9 @@ class TurnRequest:
         thinking_budget: tokens of reasoning after which it is closed; None = as many as the model wants.
         separate_reasoning: False = reasoning is part of the content, tags included.
         stream_reasoning: False = reasoning comes in one piece, when it has ended.
-        grammar: what the answer has to obey; starts behind the reasoning. Not together with tools that may be called.
+        grammar: what the answer has to obey, or its text when it calls tools instead; starts behind the reasoning.
+        yields_to_tools: forced calls take the place of `grammar`.
+        strict_tools: names of the tools whose calls have to obey their schemas although the model decides about them.
     """
 
     conversation: Conversation
@@ -76,6 +78,8 @@ class TurnRequest:
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     grammar: GrammarSpec | None = None
+    yields_to_tools: bool = False
+    strict_tools: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +128,9 @@ async def prepare_turn(context: ServerContext, request: TurnRequest, sampling: S
     talk, formats = request.conversation, context.formats
     offered = _offered(talk.tools, request.choice)
     forced = bool(offered) and request.choice.mode == "required"
+    is_strict = request.grammar is not None or bool(request.strict_tools)
     # Hundreds of long schemas take seconds to check.
-    grammar = await off_loop(num_chars(offered) if forced else 0, _grammar, context, request, offered)
+    grammar = await off_loop(num_chars(offered) if forced or is_strict else 0, _grammar, context, request, offered)
     kwargs, thinking = template_switches(request, context.client.template_variables)
     prompt = await render(context, replace(talk, template_kwargs=kwargs))
 
@@ -146,7 +151,9 @@ async def prepare_turn(context: ServerContext, request: TurnRequest, sampling: S
         # Stop strings end the text; a parser that reads ids would read on behind them.
         tokenizer=None if sampling.stop else tokenizer,
     )
-    if grammar is not None or request.thinking_budget is not None:
+    # Free text with strict calls may hold the reasoning, too.
+    waits = grammar is not None and (forced or request.grammar is not None)
+    if waits or request.thinking_budget is not None:
         start = _constraint_start(formats.reasoning, parsing, talk.continue_final_message)
         if start.opens:
             prompt = prompt + tokenizer.encode(start.opens, False, True)
@@ -201,16 +208,14 @@ def _offered(tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> list[dic
 
 
 def _grammar(context: ServerContext, request: TurnRequest, offered: list[dict[str, Any]]) -> GrammarSpec | None:
-    mode = request.choice.mode if offered else "none"
-    if mode != "none" and request.grammar is not None:
-        raise InvalidRequest(
-            f"{request.grammar.param} constrains the whole answer, which leaves no room for the tool calls that "
-            f"tool_choice {mode!r} allows; send tool_choice 'none', or leave {request.grammar.param} out",
-            param=request.grammar.param,
-        )
+    mode, answer = request.choice.mode if offered else "none", request.grammar
+    if mode == "none":
+        return answer
     if mode == "required":
+        if answer is not None and not request.yields_to_tools:
+            raise _no_room(answer, mode)
         return tool_choice_schema(offered, request.choice.name, request.parallel_tool_calls)
-    if mode == "auto" and not context.formats.knows_calls:
+    if not context.formats.knows_calls:
         raise InvalidRequest(
             "tools cannot be used with tool_choice 'auto': no format of tool calls is known for "
             f"{context.client.model_config.architecture} and its chat template; start the server with "
@@ -218,7 +223,25 @@ def _grammar(context: ServerContext, request: TurnRequest, offered: list[dict[st
             param="tools",
             code="unsupported_field",
         )
-    return request.grammar
+    marks = context.formats.tools.marks if "structural_tag" in context.client.grammar_kinds else None
+    if answer is not None:
+        both = None
+        if marks is not None:
+            both = answer_or_calls(answer, offered, request.strict_tools, marks, request.parallel_tool_calls)
+        if both is None:
+            raise _no_room(answer, mode)
+        return both
+    if marks is not None and any(tool["function"]["name"] in request.strict_tools for tool in offered):
+        return strict_calls(offered, request.strict_tools, marks)
+    return None
+
+
+def _no_room(answer: GrammarSpec, mode: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{answer.param} constrains the whole answer, which leaves no room for the tool calls that tool_choice "
+        f"{mode!r} allows; send tool_choice 'none', or leave {answer.param} out",
+        param=answer.param,
+    )
 
 
 @dataclass(frozen=True, slots=True)

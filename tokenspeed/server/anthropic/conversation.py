@@ -53,7 +53,6 @@ def chat_tools(tools: list[Tool]) -> list[dict[str, Any]]:
                 "name": tool.name,
                 **({"description": tool.description} if tool.description is not None else {}),
                 "parameters": tool.input_schema,
-                **({"strict": tool.strict} if tool.strict is not None else {}),
             },
         }
         for tool in tools

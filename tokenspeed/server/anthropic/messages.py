@@ -120,6 +120,8 @@ def _turn_request(body: PromptFields) -> TurnRequest:
         thinking_budget=body.thinking.budget_tokens if body.thinking is not None else None,
         reasoning_effort=config.effort if config is not None else None,
         grammar=_grammar(body),
+        yields_to_tools=True,
+        strict_tools=frozenset(tool.name for tool in body.tools or () if tool.strict),
     )
 
 

@@ -163,4 +163,6 @@ def to_turn(body: ChatRequest) -> TurnRequest:
         separate_reasoning=body.separate_reasoning is not False,
         stream_reasoning=body.stream_reasoning is not False,
         grammar=constraint_of(body),
+        yields_to_tools=body.response_format is not None,
+        strict_tools=frozenset(tool.function.name for tool in body.tools or () if tool.function.strict),
     )

@@ -22,8 +22,8 @@ class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
 
     Fields:
         parameters: JSON schema of the arguments; none = no arguments are described.
-        strict: arguments obey the schema whenever the call is forced (`tool_choice` required or a function); where the
-            model decides about calls it has no effect.
+        strict: arguments obey the schema: of forced calls (`tool_choice` required or a function) they always do, of
+            others where the model's format allows that (docs/serving/reasoning-and-tools.md).
     """
 
     name: ToolName

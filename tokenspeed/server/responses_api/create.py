@@ -103,6 +103,8 @@ def _turn_request(body: ResponsesRequest, earlier: list[Item]) -> TurnRequest:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         grammar=to_grammar(body.text),
+        yields_to_tools=True,
+        strict_tools=frozenset(tool.name for tool in body.tools or () if tool.strict),
     )
 
 

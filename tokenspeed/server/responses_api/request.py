@@ -194,7 +194,6 @@ def chat_tools(tools: list[FunctionTool]) -> list[dict[str, Any]]:
                 "name": tool.name,
                 **({} if tool.description is None else {"description": tool.description}),
                 "parameters": tool.parameters or {"type": "object", "properties": {}},
-                **({} if tool.strict is None else {"strict": tool.strict}),
             },
         }
         for tool in tools

@@ -16,8 +16,8 @@ class FunctionTool(msgspec.Struct, tag_field="type", tag="function", kw_only=Tru
     """A function on offer. `parameters` is a JSON schema.
 
     Fields:
-        strict: arguments obey the schema whenever a call is forced (`tool_choice` required or a function). With "auto"
-            it changes nothing.
+        strict: arguments obey the schema: of forced calls (`tool_choice` required or a function) they always do, of
+            others where the model's format allows that.
     """
 
     name: ToolName

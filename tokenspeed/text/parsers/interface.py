@@ -206,11 +206,33 @@ class ReasoningFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class CallMarks:
+    """How a call is spelled where its arguments are JSON: what a grammar needs to hold a model's own calls to schemas.
+
+    Fields:
+        trigger: what every call begins with, and nothing else does.
+        begin: function name -> the text up to the arguments (up to a running number, when there is one).
+        end: the text behind them.
+        behind_number: a running number stands behind `begin`, and this text behind it.
+        section: the texts around the calls of an answer that has nothing else.
+        separator: the text between two calls.
+    """
+
+    trigger: str
+    begin: Callable[[str], str]
+    end: str
+    behind_number: str | None = None
+    section: tuple[str, str] = ("", "")
+    separator: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """A file of `tools/` in one value; the fields are those of `ReasoningFormat`, and
 
     Fields:
         ids: the family's form of call ids, for calls that were forced into another format (`tool_choice` required).
+        marks: see `CallMarks`; None for formats whose arguments are no JSON, or that spell a call in several ways.
     """
 
     names: tuple[str, ...]
@@ -220,6 +242,7 @@ class ToolFormat:
     needs_special_tokens: bool = False
     whole: WholeFormat | None = None
     ids: CallId = call_id
+    marks: CallMarks | None = None
 
 
 @dataclass(frozen=True, slots=True)

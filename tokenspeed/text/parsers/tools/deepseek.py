@@ -6,7 +6,7 @@ Source: the chat template on the model card. It puts nothing between content and
 from __future__ import annotations
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ToolFormat, ToolSpec
+from tokenspeed.text.parsers.interface import CallMarks, Example, ModelTraits, ToolFormat, ToolSpec
 from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, marked_arguments
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
@@ -45,6 +45,13 @@ FORMAT = ToolFormat(
     why_not=why_not,
     rank=20,
     needs_special_tokens=True,
+    marks=CallMarks(
+        "<｜tool▁call▁begin｜>",
+        lambda name: f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        separator="\n",
+    ),
 )
 
 EXAMPLES = (

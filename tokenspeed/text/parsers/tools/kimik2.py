@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ParseContext, ToolFormat, ToolSpec
+from tokenspeed.text.parsers.interface import CallMarks, Example, ModelTraits, ParseContext, ToolFormat, ToolSpec
 from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, marked_arguments
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
@@ -50,6 +50,13 @@ FORMAT = ToolFormat(
     rank=10,
     needs_special_tokens=True,
     ids=_id,
+    marks=CallMarks(
+        "<|tool_call_begin|>",
+        lambda name: f"<|tool_call_begin|>functions.{name}:",
+        "<|tool_call_end|>",
+        behind_number="<|tool_call_argument_begin|>",
+        section=(SECTION_BEGIN, "<|tool_calls_section_end|>"),
+    ),
 )
 
 EXAMPLES = (

@@ -7,10 +7,11 @@ is markup. What stands in the tags and is no call on offer stays content, tags i
 from __future__ import annotations
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ToolFormat, ToolSpec
+from tokenspeed.text.parsers.interface import CallMarks, Example, ModelTraits, ToolFormat, ToolSpec
 from tokenspeed.text.parsers.json_call import call_or_text
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
+from tokenspeed.text.parsers.typed_arguments import dumps
 
 _OPEN = Markers("<tool_call>")
 
@@ -31,7 +32,17 @@ def why_not(traits: ModelTraits) -> str | None:
     return traits.missing("<tool_call>", "arguments")
 
 
-FORMAT = ToolFormat(names=("qwen", "qwen25", "hermes"), make=grammar_format(grammar), why_not=why_not, rank=60)
+def _begin(name: str) -> str:
+    return f'<tool_call>\n{{"name": {dumps(name)}, "arguments": '
+
+
+FORMAT = ToolFormat(
+    names=("qwen", "qwen25", "hermes"),
+    make=grammar_format(grammar),
+    why_not=why_not,
+    rank=60,
+    marks=CallMarks("<tool_call>", _begin, "}\n</tool_call>", separator="\n"),
+)
 
 EXAMPLES = (
     Example('Just an answer with <b>tags</b>, { and "quotes".', 'Just an answer with <b>tags</b>, { and "quotes".'),
