@@ -14,7 +14,8 @@ import torch
 from torch.nn import functional
 
 from tokenspeed.kernels.reference.mxfp4 import Widener
-from tokenspeed.kernels.reference.pointwise import reference, rms_norm
+from tokenspeed.kernels.reference.pointwise import REFERENCE_RANK, never, reference, rms_norm
+from tokenspeed.kernels.registry import Implementation
 from tokenspeed.moe.interface import Activation, ExpertWeights, MoeNeed, RouterRule, Routing
 
 FP8_BLOCK = 128
@@ -178,4 +179,7 @@ class ReferenceExperts:
         return LoopedExperts(weights, need.activation, torch.float32)
 
 
-IMPLEMENTATIONS = (reference("route", Router()), reference("experts", ReferenceExperts()))
+IMPLEMENTATIONS = (
+    reference("route", Router()),
+    Implementation("experts", "reference", REFERENCE_RANK, never, lambda need: ReferenceExperts()),
+)
