@@ -22,6 +22,8 @@ from tokenspeed.protocol.sampling import SamplingParams
 class FakeCompiler:
     """Compiles when the test says so."""
 
+    kinds = ("regex",)
+
     def __init__(self) -> None:
         self.futures: dict[str, Future] = {}
         self.is_closed = False
