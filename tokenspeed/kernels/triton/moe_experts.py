@@ -33,7 +33,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class TritonExperts:
-    """`moe.interface.Experts`. `plans` may be set to try others (benchmarks)."""
+    """`moe.interface.Experts`. `plans` may be set to try others, and the matrices be used alone (benchmarks)."""
 
     max_fused_rows = NO_LIMIT
 
@@ -47,7 +47,8 @@ class TritonExperts:
         plans: tuple[ExpertPlan, ...],
         hopper: bool,
     ) -> None:
-        self._gate_up, self._down, self._gemv, self._workspace = gate_up, down, gemv, workspace
+        self.gate_up, self.down = gate_up, down
+        self._gemv, self._workspace = gemv, workspace
         self._num_experts, self._activation = need.num_experts, need.activation
         self.plans = plans
         self._hopper = hopper
@@ -67,7 +68,7 @@ class TritonExperts:
                 pdl=self._hopper,
             )  # fmt: skip
         return run_grouped(
-            x, routing, self._gate_up, self._down, self._num_experts, self._activation, plan, residual, self._hopper
+            x, routing, self.gate_up, self.down, self._num_experts, self._activation, plan, residual, self._hopper
         )
 
 

@@ -15,7 +15,7 @@ launch, and packed instructions widen weights; elsewhere plain arithmetic does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tokenspeed.kernels.triton.moe_align import Grouping
 from tokenspeed.kernels.triton.moe_mxfp4 import Mxfp4Weight
 from tokenspeed.kernels.triton.prefetch import prefetch_l2
-from tokenspeed.moe.interface import Activation, ExpertFormat
+from tokenspeed.moe.interface import Activation, ExpertFormat, MoeNeed
 
 SCALE_BLOCK = tl.constexpr(128)
 """Rows and columns of e4m3 weights that share a scale; columns whose MXFP4 scales lie together."""
@@ -431,6 +431,25 @@ def _launch(
         grouping.max_tiles, grouping.pairs.shape[0],
         **grouped_constants(matrix, grouping.block_m, top_k, activation, tile, x.dtype, hopper),
         num_warps=tile.num_warps, launch_pdl=hopper,
+    )  # fmt: skip
+
+
+def warm_up_grouped(need: MoeNeed, block_m: int, tile: GroupedTile, is_up: bool, out_dtype: torch.dtype) -> None:
+    """Compile what `grouped_gate_up` or `grouped_down` would launch on this Hopper GPU, without launching it."""
+    width, rows = need.hidden_size, 2 * need.intermediate_size
+    matrix = ExpertMatrix(need.format, torch.empty(0), None, torch.empty(0) if need.has_bias else None, rows, width)
+    if not is_up:
+        matrix = replace(matrix, num_rows=width, width=need.intermediate_size)
+    weight, scale = {
+        "dense": (need.dtype, None),
+        "mxfp4": (torch.int16, torch.int32),
+        "fp8_block": (torch.float8_e4m3fn, torch.float32),
+    }[need.format]
+    _grouped_kernel.warmup(
+        need.dtype, weight, scale, need.dtype if need.has_bias else None, torch.int32, torch.int32,
+        None if is_up else torch.float32, out_dtype, 64, 64, grid=(1,),
+        **grouped_constants(matrix, block_m, need.top_k, need.activation if is_up else None, tile, need.dtype, True),
+        num_warps=tile.num_warps, launch_pdl=True,
     )  # fmt: skip
 
 

@@ -1,0 +1,295 @@
+"""Finds the fastest tiles of the expert kernels for a shape on this GPU: `tokenspeed bench kernels --tune`.
+
+Each matrix is timed alone over several layers of distinct weights and uniformly random routing, in a CUDA graph; a tile
+counts only when its result agrees with plain torch. Workers compile every tile first, side by side. A plan for T tokens
+reaches to the geometric middle between T and the next count.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from tokenspeed.bench.expert_inputs import ExpertLayer, make_layers, random_routing
+from tokenspeed.kernels.triton.moe_align import Grouping, group_pairs
+from tokenspeed.kernels.triton.moe_experts import TritonExpertKernels, TritonExperts
+from tokenspeed.kernels.triton.moe_grouped import (
+    GroupedTile,
+    grouped_down,
+    grouped_gate_up,
+    warm_up_grouped,
+)
+from tokenspeed.kernels.triton.moe_plans import NO_LIMIT, ExpertPlan, ExpertShape, ShapePlans
+from tokenspeed.moe.interface import ExpertFormat, MoeNeed, Routing
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 8192)
+MAX_GEMV_TOKENS = 8
+NUM_LAYERS = 4
+CALLS = 8
+"""In a graph."""
+WIDE_PARTS_TOKENS = 256
+MAX_ERROR = 1e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One tile of one matrix at a number of tokens."""
+
+    tokens: int
+    matrix: str
+    block_m: int
+    tile: GroupedTile
+    time_us: float
+    gb_per_s: float
+    tflop_per_s: float
+
+
+def tile_candidates(format: ExpertFormat, block_m: int, is_up: bool) -> Iterator[GroupedTile]:
+    """Tiles worth a try: those that neither spill registers nor overrun Hopper's 227 KiB of shared memory."""
+    if block_m <= 32:
+        yield from _small_tiles(format, is_up)
+        return
+    middle = {
+        "mxfp4": [(128, 128, 3, 4), (128, 128, 4, 4), (256, 128, 3, 8), (256, 128, 2, 8), (128, 128, 3, 8)],
+        "dense": [(128, 64, 4, 4), (256, 64, 3, 8), (256, 64, 4, 8), (128, 128, 3, 4), (128, 64, 3, 8)],
+        "fp8_block": [(128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 3, 4)],
+    }
+    large = {
+        "mxfp4": [(256, 128, 3, 8), (256, 128, 2, 8), (128, 128, 3, 8)],
+        "dense": [(256, 64, 4, 8), (256, 64, 3, 8), (128, 64, 4, 8), (128, 64, 3, 4)],
+        "fp8_block": [(128, 128, 3, 8), (128, 128, 2, 8)],
+    }
+    for block_n, block_k, stages, warps in (middle if block_m == 64 else large)[format]:
+        for group_m in (4, 8) if block_m == 64 else (8, 16):
+            yield GroupedTile(block_n, block_k, 1, stages, warps, group_m)
+    if format == "mxfp4" and block_m == 128:
+        yield GroupedTile(256, 128, 1, 3, 8, 8, "dots")
+
+
+def _small_tiles(format: ExpertFormat, is_up: bool) -> Iterator[GroupedTile]:
+    sizes = {
+        "mxfp4": [
+            *((64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 3, 4), (128, 128, 4, 4), (128, 128, 6, 4)),
+            *((256, 128, 3, 8), (128, 128, 4, 8)),
+        ],
+        "dense": [(64, 64, 6, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 6, 4), (128, 128, 3, 4), (64, 128, 3, 4)],
+        "fp8_block": [(64, 128, 4, 4), (128, 128, 3, 4), (128, 128, 4, 4), (128, 128, 4, 8)],
+    }
+    for block_n, block_k, stages, warps in sizes[format]:
+        yield GroupedTile(block_n, block_k, 1, stages, warps)
+    best = sizes[format][3]
+    yield GroupedTile(best[0], best[1], 1, best[2], best[3], 2)
+    if format == "mxfp4":
+        yield GroupedTile(128, 128, 1, 4, 4, 1, "dots")
+    if not is_up:
+        yield GroupedTile(best[0], best[1], 1, best[2], best[3], 1, "join", 4)
+        yield GroupedTile(best[0], best[1], 2, best[2], best[3], 1)
+
+
+def block_ms(shape: ExpertShape, num_tokens: int) -> tuple[int, ...]:
+    """Pairs a tile: around what an expert gets."""
+    mean = num_tokens * shape.top_k / shape.num_experts
+    if mean <= 6:
+        return (16,)
+    if mean <= 20:
+        return (16, 32)
+    if mean <= 48:
+        return (32, 64)
+    return (64, 128) if mean <= 256 else (128,)
+
+
+def compile_all(needs: list[MoeNeed], tokens: tuple[int, ...], num_workers: int | None = None) -> int:
+    """Compile every candidate in processes of their own, into Triton's cache on disk; returns how many did.
+
+    The workers only ask which GPU it is."""
+    jobs = {
+        (need, block_m, tile, is_up)
+        for need in needs
+        for shape in (ExpertShape.of(need),)
+        for count in tokens
+        for block_m in block_ms(shape, count)
+        for is_up in (True, False)
+        for tile in tile_candidates(shape.format, block_m, is_up)
+    }
+    context = multiprocessing.get_context("spawn")
+    workers = num_workers or max(1, (os.cpu_count() or 2) - 1)
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        done = [pool.submit(_compile, *job) for job in jobs]
+        return len([one for one in done if one.result() is None])
+
+
+def _compile(need: MoeNeed, block_m: int, tile: GroupedTile, is_up: bool) -> str | None:
+    try:
+        for kind in (need.dtype,) if is_up else (torch.float32, need.dtype):
+            warm_up_grouped(need, block_m, tile, is_up, kind)
+    except Exception as error:  # a tile that does not compile is not a candidate
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class ExpertTuner:
+    """Times candidates for one shape.
+
+    Args:
+        deadline: of `time.monotonic()`; counts that it does not reach are left out.
+        log: gets one line for each result.
+    """
+
+    def __init__(
+        self, need: MoeNeed, kernels: TritonExpertKernels, device: torch.device, deadline: float,
+        log: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._need, self._kernels, self._device = need, kernels, device
+        self._deadline, self._log = deadline, log
+        self._shape = ExpertShape.of(need)
+        self._layers = make_layers(need, kernels, NUM_LAYERS, device)
+
+    def tune(self, tokens: tuple[int, ...]) -> ShapePlans:
+        """Plans for these counts, rising; fewer when the time is over.
+
+        Raises:
+            RuntimeError: no candidate gave a right result in time for any count.
+        """
+        found: list[ExpertPlan] = []
+        for count in tokens:
+            if time.monotonic() > self._deadline:
+                self._log(f"{count} tokens: not reached in time")
+                break
+            plan = self._tune_count(count)
+            if plan is not None:
+                found.append(plan)
+        if not found:
+            raise RuntimeError("no tile of the expert kernels could be measured in the time given")
+        return ShapePlans(self._shape, tuple(_spread(found)))
+
+    def _tune_count(self, count: int) -> ExpertPlan | None:
+        routings = [random_routing(self._need, count, self._device) for _ in range(CALLS)]
+        x = [torch.randn(count, self._need.hidden_size, device=self._device).to(self._need.dtype) for _ in routings]
+        kind = torch.float32 if count <= WIDE_PARTS_TOKENS else self._need.dtype
+        best: tuple[float, ExpertPlan] | None = None
+        for block_m in block_ms(self._shape, count):
+            groupings = [group_pairs(one.expert_ids, self._need.num_experts, block_m) for one in routings]
+            ups = self._time_up(x, routings, groupings, count, block_m)
+            downs = self._time_down(x, routings, groupings, count, block_m, kind)
+            if ups is not None and downs is not None:
+                plan = ExpertPlan(count, False, block_m, ups.tile, downs.tile, kind == torch.float32)
+                time_us = self._time_plan(x, routings, plan)
+                self._log(f"{count} tokens, block_m {block_m}: {time_us:.1f} us for the whole op")
+                if best is None or time_us < best[0]:
+                    best = time_us, plan
+        if count <= MAX_GEMV_TOKENS and self._need.format != "fp8_block":
+            plan = ExpertPlan(count, gemv=True)
+            time_us = self._time_plan(x, routings, plan)
+            self._log(f"{count} tokens, gemv: {time_us:.1f} us for the whole op")
+            if best is None or time_us < best[0]:
+                best = time_us, plan
+        return None if best is None else best[1]
+
+    def _layer(self, call: int) -> ExpertLayer:
+        return self._layers[call % len(self._layers)]
+
+    def _time_up(
+        self, x: list[torch.Tensor], routings: list[Routing], groupings: list[Grouping], count: int, block_m: int
+    ) -> Timed | None:
+        truth = self._layer(0).hidden_truth(x[0], routings[0], groupings[0], self._need)
+        activation, top_k = self._need.activation, self._need.top_k
+        best: Timed | None = None
+        for tile in tile_candidates(self._shape.format, block_m, True):
+
+            def call(i: int, tile: GroupedTile = tile) -> torch.Tensor:
+                return grouped_gate_up(x[i], self._layer(i).gate_up, groupings[i], top_k, activation, tile)
+
+            best = self._best(best, "gate_up", call, truth, routings, count, block_m, tile)
+        return best
+
+    def _time_down(
+        self, x: list[torch.Tensor], routings: list[Routing], groupings: list[Grouping], count: int, block_m: int,
+        kind: torch.dtype,
+    ) -> Timed | None:  # fmt: skip
+        h = [
+            torch.randn(groupings[i].pairs.shape[0], self._need.intermediate_size, device=self._device).to(
+                self._need.dtype
+            )
+            for i in range(len(x))
+        ]
+        truth = self._layer(0).part_truth(h[0], routings[0], groupings[0])
+        best: Timed | None = None
+        for tile in tile_candidates(self._shape.format, block_m, False):
+
+            def call(i: int, tile: GroupedTile = tile) -> torch.Tensor:
+                return grouped_down(h[i], self._layer(i).down, groupings[i], routings[i].weights, kind, tile)
+
+            best = self._best(best, "down", call, truth, routings, count, block_m, tile)
+        return best
+
+    def _best(
+        self, best: Timed | None, matrix: str, call: Callable[[int], torch.Tensor], truth: torch.Tensor,
+        routings: list[Routing], count: int, block_m: int, tile: GroupedTile,
+    ) -> Timed | None:  # fmt: skip
+        if time.monotonic() > self._deadline:
+            return best
+        what = f"{count} tokens, {matrix}, block_m {block_m}, {tile}"
+        try:
+            out = call(0)
+            out = out.float().sum(0) if matrix == "down" else out.float()
+            error = float((out - truth).norm() / truth.norm())
+            if not error < MAX_ERROR:
+                self._log(f"WRONG {what}: error {error:.3g}")
+                return best
+            time_us = self._graph_us(call)
+        except Exception as error:  # does not compile or fit here
+            self._log(f"FAILED {what}: {type(error).__name__} {str(error)[:120]}")
+            return best
+        num_bytes, flop = self._work(matrix, routings)
+        timed = Timed(count, matrix, block_m, tile, time_us, num_bytes / time_us / 1e3, flop / time_us / 1e6)
+        self._log(f"{what}: {time_us:.1f} us, {timed.gb_per_s:.0f} GB/s, {timed.tflop_per_s:.1f} TFLOP/s")
+        return timed if best is None or time_us < best.time_us else best
+
+    def _work(self, matrix: str, routings: list[Routing]) -> tuple[float, float]:
+        """Bytes of the distinct experts' weights, and operations, of a call on average."""
+        elements = self._need.hidden_size * self._need.intermediate_size * (2 if matrix == "gate_up" else 1)
+        distinct = sum(int((one.expert_ids.flatten().bincount() > 0).sum()) for one in routings) / len(routings)
+        per_value = {"dense": float(self._need.dtype.itemsize), "mxfp4": 17 / 32, "fp8_block": 1.0}[self._shape.format]
+        return distinct * elements * per_value, 2.0 * elements * routings[0].expert_ids.numel()
+
+    def _time_plan(self, x: list[torch.Tensor], routings: list[Routing], plan: ExpertPlan) -> float:
+        def call(i: int) -> torch.Tensor:
+            experts: TritonExperts = self._layer(i).experts
+            experts.plans = (replace(plan, max_tokens=NO_LIMIT),)
+            return experts(x[i], routings[i])
+
+        return self._graph_us(call)
+
+    def _graph_us(self, call: Callable[[int], torch.Tensor]) -> float:
+        """Microseconds of a call in a graph of `CALLS`; the best of three replays after one."""
+        for i in range(CALLS):
+            call(i)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(CALLS):
+                call(i)
+        times: list[float] = []
+        for _ in range(4):
+            started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            started.record()
+            graph.replay()
+            ended.record()
+            torch.cuda.synchronize(self._device)
+            times.append(float(started.elapsed_time(ended)) * 1e3 / CALLS)
+        return min(times[1:])
+
+
+def _spread(plans: list[ExpertPlan]) -> Iterator[ExpertPlan]:
+    """Each plan up to the geometric middle to the next, the last without end."""
+    for plan, following in pairwise(plans):
+        yield replace(plan, max_tokens=max(plan.max_tokens, math.isqrt(plan.max_tokens * following.max_tokens)))
+    yield replace(plans[-1], max_tokens=NO_LIMIT)
