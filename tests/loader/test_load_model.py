@@ -55,6 +55,9 @@ class FakeModel:
     def expected_shapes(self):
         return self.shapes
 
+    def raw_names(self):
+        return frozenset()
+
     def ignorable(self, name):
         return name.endswith(".rotary_emb.inv_freq")
 
