@@ -459,25 +459,25 @@ def gemv_down(
     return out
 
 
+FEW_PAIRS = 4
+
+
 def choose_tile(
     format: Literal["dense", "mxfp4"], num_rows: int, num_cols: int, num_pairs: int, top_k: int | None = None
 ) -> Tile:
     """Tile for `num_pairs` (token, expert) pairs of a matrix [num_rows, num_cols]. `top_k` is for gemv_down, whose
     programs take a token's experts one after another.
 
-    Not measured yet; by count of instructions for MXFP4: 8 rows a thread share the unpacking of x, and 16 threads side
-    by side waste 6 % of the columns at K = 2880. `cols` / 8 has to be below the number of threads: then the compiler
-    has each thread load the x that it needs, instead of passing x through shared memory.
+    Measured best of six a kernel on one H200 at 1, 2 and 4 tokens (docs/log.md). For MXFP4 `cols` / 8 has to be below
+    the number of threads: then the compiler has each thread load the x that it needs, instead of passing x through
+    shared memory.
     """
     widest = triton.next_power_of_2(num_cols)
-    if format == "mxfp4":
-        tile = Tile(64, min(512, widest), 4)
-        most = 8
-    else:
-        tile = Tile(8, min(512, widest), 4)
-        most = 2
     if top_k is None:
-        return tile
-    outputs = num_pairs // top_k * triton.cdiv(num_rows, tile.rows)
-    split = most if outputs * most <= 2048 else 1
-    return Tile(tile.rows, tile.cols, tile.num_warps, split)
+        if format == "mxfp4":
+            return Tile(32 if num_pairs <= FEW_PAIRS else 64, min(512, widest), 4)
+        return Tile(4, min(1024, widest), 4)
+    num_tokens = num_pairs // top_k
+    if format == "mxfp4":
+        return Tile(32, min(512, widest), 4, 8 if num_tokens == 1 else 4 if num_tokens <= 8 else 1)
+    return Tile(8 if num_tokens <= 2 else 4, min(256, widest), 4, max(1, 4 // num_tokens))
