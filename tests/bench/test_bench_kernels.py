@@ -122,7 +122,9 @@ def test_a_run_ends_in_one_line_of_json(tmp_path, capsys, monkeypatch, setting):
         (["--dtype", "int8"], "--dtype is 'int8'"),
         (["--rows", "0"], "--rows"),
         (["--context", "0"], "--context is 0"),
-        (["--tune"], "unknown flag --tune"),
+        (["--time-limit", "0"], "--time-limit is 0"),
+        (["--tune", "--device", "cpu"], "--tune measures kernels of a GPU"),
+        (["--nope"], "unknown flag --nope"),
     ],
 )
 def test_what_cannot_be_is_refused(argv, words):

@@ -15,10 +15,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
+import msgspec
 import torch
+import triton
 
-from tokenspeed.bench.expert_inputs import ExpertLayer, make_layers, random_routing
+from tokenspeed.bench.expert_inputs import random_routing
+from tokenspeed.bench.expert_truth import ExpertLayer, make_layers
+from tokenspeed.kernels.registry import Need
+from tokenspeed.kernels.triton import moe_experts
 from tokenspeed.kernels.triton.moe_align import Grouping, group_pairs
 from tokenspeed.kernels.triton.moe_experts import TritonExpertKernels, TritonExperts
 from tokenspeed.kernels.triton.moe_grouped import (
@@ -27,8 +33,17 @@ from tokenspeed.kernels.triton.moe_grouped import (
     grouped_gate_up,
     warm_up_grouped,
 )
-from tokenspeed.kernels.triton.moe_plans import NO_LIMIT, ExpertPlan, ExpertShape, ShapePlans
+from tokenspeed.kernels.triton.moe_plans import (
+    NO_LIMIT,
+    ExpertPlan,
+    ExpertShape,
+    ExpertTable,
+    ShapePlans,
+    read_table,
+    table_name,
+)
 from tokenspeed.moe.interface import ExpertFormat, MoeNeed, Routing
+from tokenspeed.protocol.errors import ConfigError
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 8192)
 MAX_GEMV_TOKENS = 8
@@ -293,3 +308,37 @@ def _spread(plans: list[ExpertPlan]) -> Iterator[ExpertPlan]:
     for plan, following in pairwise(plans):
         yield replace(plan, max_tokens=max(plan.max_tokens, math.isqrt(plan.max_tokens * following.max_tokens)))
     yield replace(plans[-1], max_tokens=NO_LIMIT)
+
+
+def tune_to_file(
+    need: MoeNeed, tokens: tuple[int, ...], time_limit: float | None, path: str | None, where: Need
+) -> None:
+    """Tune one shape, print what was measured and write the table; other shapes in the file stay.
+
+    Raises:
+        ConfigError: our kernels do not serve these experts here, or nothing could be measured.
+    """
+    deadline = time.monotonic() + (time_limit or math.inf)
+    (ours,) = [one for one in moe_experts.IMPLEMENTATIONS if one.op == "experts"]
+    reason = ours.why_not(where)
+    if reason is None and torch.cuda.get_device_capability(where.device) < (9, 0):
+        reason = "candidates are declared for Hopper and later"
+    if reason is None:
+        kernels: TritonExpertKernels = ours.make(where)
+        reason = kernels.why_not(need)
+    if reason is not None:
+        raise ConfigError(f"--tune: {reason}")
+    print(f"compiled {compile_all([need], tokens)} tiles", flush=True)
+    try:
+        entry = ExpertTuner(need, kernels, where.device, deadline, print).tune(tokens)
+    except RuntimeError as error:
+        raise ConfigError(f"--tune: {error}; give a longer --time-limit") from error
+    gpu = torch.cuda.get_device_name(where.device)
+    file = Path(path or table_name(gpu))
+    before = read_table(file.read_bytes()).experts if file.is_file() else ()
+    measured = f"torch {torch.__version__}, triton {triton.__version__}, {time.strftime('%Y-%m-%d')}"
+    others = [one for one in before if one.shape != entry.shape]
+    table = ExpertTable(gpu, measured, (*others, entry))
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
+    print(f"written: {file}")
+    print(msgspec.json.encode(entry).decode())

@@ -15,6 +15,14 @@ from typing import Any
 import torch
 
 from tokenspeed.attention.interface import AttentionBatch
+from tokenspeed.bench.expert_cases import (
+    described,
+    experts_bytes,
+    experts_calls,
+    experts_flop,
+    moe_need,
+    route_calls,
+)
 from tokenspeed.config.model import ModelConfig
 
 CACHE_BYTES = 2**28
@@ -74,13 +82,11 @@ class Setting:
         """Name -> (in_features, out_features) of a layer's matrices, and the head."""
         config = self.config
         heads, width = config.num_heads * config.head_dim, (config.num_heads + 2 * config.num_kv_heads)
-        return {
-            "qkv": (config.hidden_size, width * config.head_dim),
-            "o": (heads, config.hidden_size),
-            "gate_up": (config.hidden_size, 2 * config.intermediate_size),
-            "down": (config.intermediate_size, config.hidden_size),
-            "head": (config.hidden_size, config.vocab_size),
-        }
+        found = {"qkv": (config.hidden_size, width * config.head_dim), "o": (heads, config.hidden_size)}
+        if config.moe is None or config.moe.dense_layers:
+            found["gate_up"] = (config.hidden_size, 2 * config.intermediate_size)
+            found["down"] = (config.intermediate_size, config.hidden_size)
+        return found | {"head": (config.hidden_size, config.vocab_size)}
 
     def random(self, *shape: int) -> torch.Tensor:
         """Normal random numbers in the model's dtype."""
@@ -314,6 +320,35 @@ def _blocks(qtype: str, outer: int, inner: int) -> torch.Tensor:
     return blocks.view(outer, -1)
 
 
+def _experts(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
+    need = moe_need(at.config, at.device, at.dtype)
+    if need is None:
+        return
+    num_bytes = experts_bytes(need, rows)
+
+    def make(op: Any) -> list[Call]:
+        made = experts_calls(op, need, rows, len(at.copies(num_bytes)), at.device)
+        if isinstance(made, str):
+            raise NotTimed(made)
+        return made
+
+    yield Case("experts", described(need), rows, num_bytes, experts_flop(need, rows), make)
+
+
+def _route(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
+    need = moe_need(at.config, at.device, at.dtype)
+    if need is None:
+        return
+    hidden, num_experts = need.hidden_size, need.num_experts
+    num_bytes = (num_experts + 2 * rows) * hidden * at.element_bytes + 8 * rows * need.top_k
+
+    def make(op: Any) -> list[Call]:
+        return route_calls(op, at.config, need, rows, len(at.copies(num_bytes)), at.device)
+
+    shape = f"{need.top_k} of {num_experts}, {hidden}"
+    yield Case("route", shape, rows, num_bytes, 2 * rows * hidden * num_experts, make)
+
+
 _CASES: dict[str, Callable[[Setting, int, bool], Iterator[Case]]] = {
     "embedding": _embedding,
     "rms_norm": _rms_norm,
@@ -325,4 +360,6 @@ _CASES: dict[str, Callable[[Setting, int, bool], Iterator[Case]]] = {
     "fused_linear": _fused_linear,
     "fp8_linear": _fp8_linear,
     "block_linear": _block_linear,
+    "route": _route,
+    "experts": _experts,
 }

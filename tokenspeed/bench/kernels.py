@@ -2,11 +2,13 @@
 
 CUDA: the calls of a case are captured in one graph, and its replay is timed. CPU: the fastest of several rounds. Each
 row shows bytes and operations a second beside the time that the device needs for them at its measured ceilings.
+`--tune` instead finds the tiles of the expert kernels (`expert_tune`).
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
@@ -16,13 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenspeed import __version__
-from tokenspeed.bench.arguments import counts, integer, parse_all
+from tokenspeed.bench.arguments import counts, integer, number, parse_all
 from tokenspeed.bench.device import Ceilings, best_s, measure_ceilings
+from tokenspeed.bench.expert_cases import moe_need
 from tokenspeed.bench.kernel_cases import Call, Case, NotTimed, Setting, cases
 from tokenspeed.checkpoint.resolve import resolve_checkpoint
 from tokenspeed.config.device import read_device_info
 from tokenspeed.config.flags import check, declared_flags, flag
-from tokenspeed.config.model import read_model_config
+from tokenspeed.config.model import ModelConfig, read_model_config
 from tokenspeed.kernels.ops import Recorder
 from tokenspeed.kernels.registry import OPTIONAL, REQUIRED, Implementation, Need, discover
 from tokenspeed.protocol.errors import ConfigError
@@ -70,6 +73,19 @@ class KernelArgs:
         16, "--page-size", _WHAT, "Tokens a page of the KV cache.", parse=integer, metavar="TOKENS", at_least=1
     )
     repeats: int = flag(5, "--repeats", _WHAT, "Rounds; the fastest counts.", parse=integer, metavar="N", at_least=1)
+    time_limit: float | None = flag(
+        None, "--time-limit", _WHAT, "Seconds after which nothing more is begun; what is left out is named.",
+        parse=number, metavar="SECONDS", at_least=1, default_text="none",
+    )  # fmt: skip
+    tune: bool = flag(
+        False, "--tune", _WHAT, "Find the fastest tiles of the expert kernels for this GPU and the model's experts, at "
+                                "--rows and --prefill tokens, and write them to --table.", kind="on",
+    )  # fmt: skip
+    table: str | None = flag(
+        None, "--table", _WHAT, "File of --tune; entries of other shapes in it stay. Engines read the one of their GPU "
+                                "in tokenspeed/kernels/triton/tables.",
+        metavar="FILE", default_text="<GPU>.json here",
+    )  # fmt: skip
     num_threads: int | None = flag(
         None, "--num-threads", _WHAT, "CPU threads.", parse=integer, metavar="N", at_least=1,
         default_text="physical cores that this process may use",
@@ -142,6 +158,9 @@ def run(argv: Sequence[str]) -> int:
         torch.set_num_threads(args.num_threads or info.num_physical_cores)
     torch.manual_seed(0)
     need = Need(device, DTYPES[args.dtype])
+    if args.tune:
+        return _tune(args, config, need)
+    deadline = time.monotonic() + (args.time_limit or float("inf"))
     setting = Setting(config, device, need.dtype, args.rows, args.prefill, args.context, args.page_size)
     has_fp8 = any(found.op == FP8_OP and found.why_not(need) is None for found in discover())
     ceilings = measure_ceilings(device, need.dtype, info.cpu_name, with_fp8=has_fp8 and FP8_OP in ops)
@@ -155,8 +174,21 @@ def run(argv: Sequence[str]) -> int:
     )
     timer = Timer(need, args.repeats)
     for op in ops:
-        measure_op(op, setting, need, timer, ceilings, report)
+        measure_op(op, setting, need, timer, ceilings, report, deadline)
     show(report)
+    return 0
+
+
+def _tune(args: KernelArgs, config: ModelConfig, need: Need) -> int:
+    if need.device.type != "cuda":
+        raise ConfigError("--tune measures kernels of a GPU, torch finds none here")
+    wanted = moe_need(config, need.device, need.dtype)
+    if wanted is None:
+        raise ConfigError(f"--tune finds tiles of expert kernels; {args.model_config} has no experts")
+    # Triton is an optional dependency.
+    from tokenspeed.bench.expert_tune import tune_to_file
+
+    tune_to_file(wanted, tuple(sorted({*args.rows, *args.prefill})), args.time_limit, args.table, need)
     return 0
 
 
@@ -201,8 +233,16 @@ class Timer:
         return best_s(once, self._device, self._repeats) / len(calls), "eager"
 
 
-def measure_op(op: str, setting: Setting, need: Need, timer: Timer, ceilings: Ceilings, report: KernelReport) -> None:
-    """Time all implementations of one operation; adds to `report`."""
+def measure_op(
+    op: str,
+    setting: Setting,
+    need: Need,
+    timer: Timer,
+    ceilings: Ceilings,
+    report: KernelReport,
+    deadline: float = float("inf"),
+) -> None:
+    """Time all implementations of one operation; adds to `report`. Begins nothing after `deadline` (time.monotonic)."""
     found = cases(setting, op)
     if found is None:
         report.not_timed.append(f"{op}: no shapes are declared for it (bench/kernel_cases.py)")
@@ -218,6 +258,9 @@ def measure_op(op: str, setting: Setting, need: Need, timer: Timer, ceilings: Ce
     callables = [implementation.make(need) for implementation in able]
     for case in found:
         for place, (implementation, made) in enumerate(zip(able, callables, strict=True)):
+            if time.monotonic() > deadline:
+                report.not_timed.append(f"{op} {implementation.name}, {case.shape}, {case.rows} rows: --time-limit")
+                continue
             try:
                 time_s, method = timer.time_s(case.make(made))
             except NotTimed as reason:

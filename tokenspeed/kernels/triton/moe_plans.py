@@ -13,6 +13,7 @@ import msgspec
 
 from tokenspeed.kernels.triton.moe_grouped import GroupedTile
 from tokenspeed.moe.interface import ExpertFormat, MoeNeed
+from tokenspeed.protocol.errors import ConfigError
 
 MAX_GEMV_TOKENS = 4
 """Without a table."""
@@ -81,7 +82,18 @@ def table_name(gpu: str) -> str:
 def load_table(gpu: str) -> ExpertTable | None:
     """The shipped table of a GPU, or None."""
     file = resources.files("tokenspeed.kernels.triton").joinpath("tables", table_name(gpu))
-    return msgspec.json.decode(file.read_bytes(), type=ExpertTable) if file.is_file() else None
+    return read_table(file.read_bytes()) if file.is_file() else None
+
+
+def read_table(content: bytes) -> ExpertTable:
+    """
+    Raises:
+        ConfigError: it is no table.
+    """
+    try:
+        return msgspec.json.decode(content, type=ExpertTable)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"a table of kernel tiles that cannot be read: {error}") from error
 
 
 def choose(plans: tuple[ExpertPlan, ...], num_tokens: int) -> ExpertPlan:
