@@ -10,6 +10,7 @@ from concurrent.futures import Future
 import pytest
 from fake_runner import FakeRunner, continuation
 
+from tokenspeed.engine import run as run_module
 from tokenspeed.engine.grammar_gate import GrammarGate
 from tokenspeed.engine.interface import GenerationRequest
 from tokenspeed.grammar.interface import GrammarError
@@ -27,6 +28,10 @@ class FakeCompiler:
     def __init__(self) -> None:
         self.futures: dict[str, Future] = {}
         self.is_closed = False
+        self.num_warmed = 0
+
+    def warm(self) -> None:
+        self.num_warmed += 1
 
     def submit(self, spec: GrammarSpec) -> Future:
         return self.futures.setdefault(spec.text, Future())
@@ -211,3 +216,20 @@ def test_an_error_of_the_grammar_is_told_from_others():
     ]
     gate.note(faults)
     assert [output.error_code for output in faults] == [INVALID_GRAMMAR, None, None]
+
+
+async def test_the_library_is_opened_when_there_is_nothing_to_do(start, monkeypatch):
+    """The first constrained request on a CPU waited 5 to 8 s for the library; opened together with the server, it took
+    the cores from the first requests instead."""
+    runner = type("Runner", (GrammarRunner,), {"compiler": FakeCompiler()})
+    monkeypatch.setattr(run_module, "WARM_IDLE_S", 1000.0)
+    await collect(await start(build=runner), "free", None)
+    assert runner.compiler.num_warmed == 0
+    monkeypatch.setattr(run_module, "WARM_IDLE_S", 0.001)
+    client = await start(build=runner)
+    for _ in range(2000):
+        if runner.compiler.num_warmed:
+            break
+        await asyncio.sleep(0.005)
+    await collect(client, "free", None)
+    assert runner.compiler.num_warmed == 1

@@ -10,6 +10,7 @@ May be added here: another message, another order of the same calls. Not here: w
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from concurrent.futures import Future
@@ -69,6 +70,8 @@ class EngineCore:
         channel: the engine's end; only this loop uses it.
         enable_overlap: queue step N+1 before the tokens of step N are read.
         parent_pid: the process that must stay alive, or None; the loop ends when it is gone.
+        warm_idle_s: how long the loop must have been idle before it opens the grammar library ahead of need; 0 = it
+            does so at once.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class EngineCore:
         *,
         enable_overlap: bool,
         parent_pid: int | None = None,
+        warm_idle_s: float = math.inf,
     ) -> None:
         self._channel = channel
         self._scheduler = scheduler
@@ -86,6 +90,7 @@ class EngineCore:
         self._grammars = GrammarGate(runner.grammars)
         self._enable_overlap = enable_overlap
         self._parent_pid = parent_pid
+        self._warm_idle_s = warm_idle_s if runner.grammars is not None else math.inf
         self._stopping = False
         self._log = StepLog()
         self._step_tokens: list[int] = []
@@ -100,6 +105,7 @@ class EngineCore:
                 terminal event, as far as the scheduler still could; `Fatal` is the caller's to send.
         """
         try:
+            self._warm_grammars(0.0)
             if self._enable_overlap:
                 self._run_overlapped()
             else:
@@ -151,9 +157,12 @@ class EngineCore:
                 raise RuntimeError(
                     f"the scheduler plans nothing, yet {stats.num_running} sequences run and {stats.num_waiting} wait"
                 )
+            idle_since_s = time.monotonic()
             while not messages and not self._stopping:
                 messages = self._channel.receive(self._nap_s())
                 self._check_parent()
+                if not messages:
+                    self._warm_grammars(time.monotonic() - idle_since_s)
                 if self._grammars.is_holding:
                     break
             self._log.resume()
@@ -168,7 +177,15 @@ class EngineCore:
         """How long an idle loop may sleep."""
         if self._grammars.is_holding:
             return GRAMMAR_POLL_S
-        return None if self._parent_pid is None else ORPHAN_CHECK_S
+        longest_s = min(math.inf if self._parent_pid is None else ORPHAN_CHECK_S, self._warm_idle_s)
+        return longest_s if longest_s < math.inf else None
+
+    def _warm_grammars(self, idle_s: float) -> None:
+        """Open the grammar library, once, when the loop has been idle for long enough."""
+        if idle_s >= self._warm_idle_s:
+            self._warm_idle_s = math.inf
+            assert self._runner.grammars is not None
+            self._runner.grammars.warm()
 
     def _release_compiled(self) -> None:
         ready, outputs = self._grammars.release()

@@ -22,6 +22,8 @@ from tokenspeed.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+WARM_IDLE_S = 1.0
+
 EXIT_OK = 0
 EXIT_FAILED = 1  # a bug or a dead device; the log has the traceback
 EXIT_CONFIG = 2  # a ConfigError; its text is the whole story
@@ -49,10 +51,17 @@ def run_engine(
         runner = build(config)
         runner.capture()
         scheduler = _scheduler(config, runner.groups)
-        core = EngineCore(channel, scheduler, runner, enable_overlap=config.enable_overlap, parent_pid=parent_pid)
+        # On a CPU, opening the grammar library would take cores from the model: it waits until there is nothing to do.
+        warm_idle_s = WARM_IDLE_S if config.device == "cpu" else 0.0
+        core = EngineCore(
+            channel,
+            scheduler,
+            runner,
+            enable_overlap=config.enable_overlap,
+            parent_pid=parent_pid,
+            warm_idle_s=warm_idle_s,
+        )
         channel.send(_ready(config, runner))
-        if runner.grammars is not None and config.device != "cpu":
-            runner.grammars.warm()  # on a CPU it would compete with the first requests for cores
         core.run()
         return EXIT_OK
     except ConfigError as error:

@@ -78,7 +78,8 @@ class GrammarCompiler:
         return KINDS[self._name]
 
     def warm(self) -> None:
-        """Open the library and start a worker now, in the background, so that no request waits for that."""
+        """Open the library and start a worker now, in the background, so that no request waits for that. The worker,
+        which has most of the work, gives way to whoever else wants a core."""
         self._threads.submit(self._ready_worker)
 
     def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
@@ -147,18 +148,20 @@ class GrammarCompiler:
 
     def _ready_worker(self) -> tuple[_Worker, Backend]:
         """This thread's worker, and the library in this process."""
+        ident = threading.get_ident()
+        worker, is_new = self._workers.get(ident), False
+        if worker is None:
+            with self._lock:
+                if self._is_closed:
+                    raise RuntimeError("the engine is closing")
+                worker, is_new = _Worker(self._name), True  # it starts while this process opens the library
+                self._workers[ident] = worker
         with self._opening:
             if self._opened is None:
                 vocabulary = self._make_vocabulary()
                 self._opened = vocabulary, open_backend(self._name, vocabulary, self._options)
             vocabulary, backend = self._opened
-        ident = threading.get_ident()
-        worker = self._workers.get(ident)
-        if worker is None:
-            with self._lock:
-                if self._is_closed:
-                    raise RuntimeError("the engine is closing")
-                worker = self._workers[ident] = _Worker()
+        if is_new:
             worker.begin(Setup(self._name, vocabulary, self._options))
         return worker, backend
 
@@ -176,9 +179,9 @@ class GrammarCompiler:
 class _Worker:
     """The engine's end of one `worker` process, started at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tokenspeed.grammar.worker"],
+            [sys.executable, "-m", "tokenspeed.grammar.worker", backend],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a group of its own, to be killed with what it has forked

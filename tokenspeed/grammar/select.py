@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping
+from types import ModuleType
 
 from tokenspeed.grammar.interface import Backend, GrammarOptions, Vocabulary
 from tokenspeed.protocol.grammar import GrammarKind
@@ -23,8 +24,12 @@ def why_not(name: str) -> str | None:
     return None
 
 
+def import_backend(name: str) -> ModuleType:
+    """Import the library, which takes about as long as torch; it may be done before there is a vocabulary."""
+    return importlib.import_module(f"tokenspeed.grammar.{name}_backend")
+
+
 def open_backend(name: str, vocabulary: Vocabulary, options: GrammarOptions) -> Backend:
     """Import the library and give it the vocabulary."""
-    module = importlib.import_module(f"tokenspeed.grammar.{name}_backend")
-    backend: Backend = module.open_backend(vocabulary, options)
+    backend: Backend = import_backend(name).open_backend(vocabulary, options)
     return backend

@@ -1,4 +1,4 @@
-"""Compiles grammars in a process that nothing else depends on: `python -m tokenspeed.grammar.worker`.
+"""Compiles grammars in a process that nothing else depends on: `python -m tokenspeed.grammar.worker LIBRARY`.
 
 The engine writes frames to stdin and reads one answer a job from stdout. Each job runs in a fork of this process: a
 grammar that never ends is killed by its own alarm, one that eats memory by its own limit, and neither costs the
@@ -19,7 +19,7 @@ import msgspec
 
 from tokenspeed.grammar.interface import Backend, GrammarError, GrammarOptions, Vocabulary
 from tokenspeed.grammar.probe import probe
-from tokenspeed.grammar.select import open_backend
+from tokenspeed.grammar.select import import_backend, open_backend
 from tokenspeed.protocol.grammar import GrammarKind
 
 MEMORY_BYTES = 2 << 30
@@ -134,6 +134,7 @@ def main() -> int:
     inbox, outbox = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints must not reach the frames
     os.nice(_NICE)
+    import_backend(sys.argv[1])  # while the engine still reads the vocabulary
     body = read_frame(inbox)
     if body is None:
         return 0
