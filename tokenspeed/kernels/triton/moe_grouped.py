@@ -265,14 +265,15 @@ def _grouped_kernel(
     split = tl.program_id(1)
     if PDL and IS_UP:
         gdc_wait()
-    # The launch of down has the tiles before its turn: gate and up waited for them.
-    expert = tl.load(tiles_ptr + tile)
+    # The launch of down has the tiles before its turn: gate and up waited for them. From L2: an SM may still have older
+    # ones in its own cache.
+    expert = tl.load(tiles_ptr + tile, cache_modifier=".cg")
     if expert < 0:
         return
-    places = tl.load(tiles_ptr + max_tiles + tile) + tl.arange(0, BLOCK_M)
-    end = tl.load(tiles_ptr + 2 * max_tiles + tile)
+    places = tl.load(tiles_ptr + max_tiles + tile, cache_modifier=".cg") + tl.arange(0, BLOCK_M)
+    end = tl.load(tiles_ptr + 2 * max_tiles + tile, cache_modifier=".cg")
     live = places < end
-    pairs = tl.load(pairs_ptr + tl.minimum(places, end - 1))
+    pairs = tl.load(pairs_ptr + tl.minimum(places, end - 1), cache_modifier=".cg")
     rows = first_row + tl.arange(0, BLOCK_N)
     if N % BLOCK_N != 0:
         safe_rows = tl.minimum(rows, N - 1)
