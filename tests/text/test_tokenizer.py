@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -259,6 +260,97 @@ def test_remote_code_runs_only_when_trusted(folder: Path, smollm: Tokenizer, mon
         load_tokenizer(folder, model_config(49152))
     tokenizer = load_tokenizer(folder, model_config(49152), trust_remote_code=True)
     assert tokenizer.encode("hi there") == smollm.encode("hi there")
+
+
+TIKTOKEN_CODE = """
+import base64
+import os
+import tiktoken
+try:
+    from transformers.tokenization_python import PythonBackend as Base
+except ImportError:
+    from transformers import PreTrainedTokenizer as Base
+
+class TikTokenTokenizer(Base):
+    vocab_files_names = {"vocab_file": "tiktoken.model"}
+
+    def __init__(self, vocab_file, **kwargs):
+        lines = open(vocab_file, "rb").read().split(b"\\n")
+        ranks = {base64.b64decode(line.split()[0]): int(line.split()[1]) for line in lines if line}
+        special = {spelling: len(ranks) + place for place, spelling in enumerate(("[BOS]", "<|im_end|>", "<|x|>"))}
+        self.model = tiktoken.Encoding("own", pat_str=__PATTERN__, mergeable_ranks=ranks, special_tokens=special)
+        super().__init__(**kwargs)
+
+    @property
+    def vocab_size(self):
+        return self.model.n_vocab
+
+    def get_vocab(self):
+        return {self._convert_id_to_token(i): i for i in range(self.vocab_size)}
+
+    def _tokenize(self, text, **kwargs):
+        return [self._convert_id_to_token(i) for i in self.model.encode(text, disallowed_special=())]
+
+    def _convert_token_to_id(self, token):
+        return self.model._special_tokens.get(token, 0)
+
+    def _convert_id_to_token(self, index):
+        return str(index)
+"""
+
+# As in Kimi's own file: intersections of classes, Han apart from other letters.
+KIMI_PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+def test_a_tiktoken_vocabulary_in_python_code_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: Kimi's tokenizer, which is only Python code around a tiktoken file, could not be loaded at all."""
+    tiktoken = pytest.importorskip("tiktoken")
+    words = [
+        b"Hello",
+        b"He",
+        b"ll",
+        b"llo",
+        b" w",
+        b"or",
+        b" wor",
+        b"ld",
+        b" world",
+        "北".encode(),
+        "京".encode(),
+        b"  ",
+    ]
+    words += [b"Hell", "北京".encode(), "北".encode()[:2], b"in", b"ing", b" say", b" sa", b"12", b"123", b"\n\n"]
+    tokens = [bytes([byte]) for byte in range(256)] + sorted(words, key=len)
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    lines = [base64.b64encode(token) + b" %d" % rank for token, rank in ranks.items()]
+    (tmp_path / "tiktoken.model").write_bytes(b"\n".join(lines))
+    (tmp_path / "own.py").write_text(TIKTOKEN_CODE.replace("__PATTERN__", repr(KIMI_PATTERN)))
+    config = {"auto_map": {"AutoTokenizer": ["own.TikTokenTokenizer", None]}, "tokenizer_class": "TikTokenTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": "[BOS]"}))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    with pytest.raises(CheckpointError, match="--trust-remote-code"):
+        load_tokenizer(tmp_path, model_config(300))
+    tokenizer = load_tokenizer(tmp_path, model_config(300), trust_remote_code=True)
+    special = {spelling: len(ranks) + place for place, spelling in enumerate(("[BOS]", "<|im_end|>", "<|x|>"))}
+    peer = tiktoken.Encoding("peer", pat_str=KIMI_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    for text in ("Hello world, 12345 sayings", "北京 Hello\n\n  <|im_end|>", "Ünï é 👩‍👩‍👧"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == peer.encode(text, disallowed_special=()) and tokenizer.decode(ids) == text
+    assert tokenizer.encode("<|im_end|>", False, parse_special=True) == [special["<|im_end|>"]]
+    assert tokenizer.special_ids == frozenset(special.values())
 
 
 def test_room_never_imports_torch() -> None:
