@@ -288,6 +288,21 @@ def test_experts_op(format: ExpertFormat, shape: tuple[int, int, int, int], num_
     assert error(added, truth + residual.double()) < BOUND
 
 
+@pytest.mark.parametrize("sizes", [(6, 3, 96, 64), (5, 2, 160, 224)], ids=str)
+def test_dense_weights_by_the_copy_engine(sizes: tuple[int, int, int, int]) -> None:
+    """Tiles reach past an expert's rows and columns."""
+    if ON_GPU and not HOPPER:
+        pytest.skip("the copy engine came with Hopper")
+    need = need_of("dense", *sizes, True, SWIGLU)
+    experts, up_truth, down_truth = layer("dense", need, True)
+    tile = GroupedTile(128, 64, 1, 3, 4, tma=True)
+    experts.plans = (ExpertPlan(NO_LIMIT, False, 16, tile, tile),)
+    x = torch.randn(23, need.hidden_size, device=DEVICE).to(KIND)
+    ids, weights = ids_like(23, need.top_k, need.num_experts, "any"), torch.rand(23, need.top_k, device=DEVICE)
+    truth = truth_of(x, ids, weights, (up_truth[0], up_truth[1]), (down_truth[0], down_truth[1]), SWIGLU, None)
+    assert error(experts(x, Routing(ids, weights)), truth) < BOUND
+
+
 @pytest.mark.parametrize("num_tokens", [20, 40])
 def test_a_row_does_not_depend_on_its_place(num_tokens: int) -> None:
     need = need_of("mxfp4", 6, 2, 96, 64, True, CLAMPED)

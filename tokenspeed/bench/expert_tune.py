@@ -85,6 +85,9 @@ def tile_candidates(format: ExpertFormat, block_m: int, is_up: bool) -> Iterator
     for block_n, block_k, stages, warps in (middle if block_m == 64 else large)[format]:
         for group_m in (4, 8) if block_m == 64 else (8, 16):
             yield GroupedTile(block_n, block_k, 1, stages, warps, group_m)
+    if format == "dense":
+        for block_n, warps in ((256, 8), (128, 8)) if block_m == 128 else ((256, 8), (128, 4)):
+            yield GroupedTile(block_n, 64, 1, 4, warps, 8, tma=True)
     if format == "mxfp4" and block_m == 128:
         yield GroupedTile(256, 128, 1, 3, 8, 8, "dots")
 
@@ -104,6 +107,9 @@ def _small_tiles(format: ExpertFormat, is_up: bool) -> Iterator[GroupedTile]:
     yield GroupedTile(best[0], best[1], 1, best[2], best[3], 2)
     if format == "mxfp4":
         yield GroupedTile(128, 128, 1, 4, 4, 1, "dots")
+    if format == "dense":
+        for block_n, block_k, stages in ((64, 128, 4), (128, 64, 4), (128, 64, 6)):
+            yield GroupedTile(block_n, block_k, 1, stages, 4, tma=True)
     if not is_up:
         yield GroupedTile(best[0], best[1], 1, best[2], best[3], 1, "join", 4)
         yield GroupedTile(best[0], best[1], 2, best[2], best[3], 1)

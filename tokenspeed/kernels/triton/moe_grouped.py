@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenspeed.kernels.triton.moe_align import Grouping
 from tokenspeed.kernels.triton.moe_mxfp4 import Mxfp4Weight
@@ -153,12 +154,12 @@ def _activate(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
 
 @triton.jit
 def _add_product(
-    acc, w_row, scale_row, x_row, start,
+    acc, w_ptr, w_row, scale_row, x_row, start,
     K: tl.constexpr, SCALE_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr, DECODE: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr, DECODE: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + W[:, start : start + BLOCK_K] x[:, ...].T. Pointers to the first column: w_row [BLOCK_N, 1], x_row
-    [1, BLOCK_M], scale_row [BLOCK_N]."""
+    """acc + W[:, start : start + BLOCK_K] x[:, ...].T. Pointers to the first column: w_row [BLOCK_N, 1] (TMA: the
+    first row's number in the descriptor w_ptr), x_row [1, BLOCK_M], scale_row [BLOCK_N]."""
     DTYPE: tl.constexpr = x_row.dtype.element_ty
     WHOLE: tl.constexpr = K % BLOCK_K == 0
     cols = start + tl.arange(0, BLOCK_K)
@@ -196,7 +197,9 @@ def _add_product(
             if PTX:
                 acc = _finish(acc)
     else:
-        if WHOLE:
+        if TMA:
+            w = w_ptr.load([w_row, start])
+        elif WHOLE:
             w = tl.load(w_row + cols[None, :])
         else:
             w = tl.load(w_row + cols[None, :], mask=(cols < K)[None, :], other=0.0)
@@ -245,6 +248,7 @@ def _grouped_kernel(
     HAS_BIAS: tl.constexpr,
     FORMAT: tl.constexpr,
     DECODE: tl.constexpr,
+    TMA: tl.constexpr,
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
     PREFETCH_LINES: tl.constexpr,
@@ -295,7 +299,11 @@ def _grouped_kernel(
             else:
                 ROW_BLOCKS: tl.constexpr = (N + SCALE_BLOCK - 1) // SCALE_BLOCK
                 scale_row += (wide_expert * ROW_BLOCKS + safe_rows // SCALE_BLOCK) * COLUMN_BLOCKS
-    w_row = w_ptr + wide_expert * (N * W_STRIDE) + (safe_rows * W_STRIDE)[:, None]
+    if TMA:
+        # Rows past this expert's are the next one's, or zeros; they are not stored.
+        w_row = expert * N + first_row
+    else:
+        w_row = w_ptr + wide_expert * (N * W_STRIDE) + (safe_rows * W_STRIDE)[:, None]
     BLOCKS_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SPAN: tl.constexpr = (BLOCKS_K + SPLIT_K - 1) // SPLIT_K * BLOCK_K
     start_k = split * SPAN
@@ -315,8 +323,8 @@ def _grouped_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for start in tl.range(start_k, min(start_k + SPAN, K), BLOCK_K, num_stages=STAGES):
         acc = _add_product(
-            acc, w_row, scale_row, x_row, start,
-            K, SCALE_STRIDE, BLOCK_N, BLOCK_K, FORMAT, DECODE, PTX, PRECISION,
+            acc, w_ptr, w_row, scale_row, x_row, start,
+            K, SCALE_STRIDE, BLOCK_N, BLOCK_K, FORMAT, DECODE, TMA, PTX, PRECISION,
         )  # fmt: skip
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * N + rows, mask=rows < tl.where(split == 0, N, 0), other=0.0)
@@ -367,7 +375,8 @@ def _combine_kernel(
 @dataclass(frozen=True, slots=True)
 class GroupedTile:
     """Weight rows and columns of a tile, programs that share an output (down only), pipeline stages, warps, tiles of
-    pairs that share weights in L2, and 128-byte lines of each weight row brought into L2 before the turn (down)."""
+    pairs that share weights in L2, 128-byte lines of each weight row brought into L2 before the turn (down), and
+    weights by Hopper's copy engine (dense only)."""
 
     block_n: int = 128
     block_k: int = 64
@@ -377,6 +386,7 @@ class GroupedTile:
     group_m: int = 1
     decode: Decode = "join"
     prefetch_lines: int = 0
+    tma: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,12 +437,17 @@ def _launch(
 ) -> None:  # fmt: skip
     is_up = activation is not None
     programs = grouping.max_tiles * triton.cdiv(matrix.num_rows, tile.block_n)
+    weight = _descriptor(matrix.weight.view(-1, matrix.width), tile) if tile.tma else matrix.weight
     _grouped_kernel[(programs, 1 if is_up else tile.split_k)](
-        x, matrix.weight, matrix.scale, matrix.bias, grouping.pairs, grouping.tiles, weights, out,
+        x, weight, matrix.scale, matrix.bias, grouping.pairs, grouping.tiles, weights, out,
         grouping.max_tiles, grouping.pairs.shape[0],
         **grouped_constants(matrix, grouping.block_m, top_k, activation, tile, x.dtype, hopper),
         num_warps=tile.num_warps, launch_pdl=hopper,
     )  # fmt: skip
+
+
+def _descriptor(rows: torch.Tensor, tile: GroupedTile) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(rows, [tile.block_n, tile.block_k])
 
 
 def warm_up_grouped(need: MoeNeed, block_m: int, tile: GroupedTile, is_up: bool, out_dtype: torch.dtype) -> None:
@@ -446,6 +461,8 @@ def warm_up_grouped(need: MoeNeed, block_m: int, tile: GroupedTile, is_up: bool,
         "mxfp4": (torch.int16, torch.int32),
         "fp8_block": (torch.float8_e4m3fn, torch.float32),
     }[need.format]
+    if tile.tma:
+        weight = _descriptor(torch.empty(tile.block_n, matrix.width, dtype=need.dtype, device=need.device), tile)
     _grouped_kernel.warmup(
         need.dtype, weight, scale, need.dtype if need.has_bias else None, torch.int32, torch.int32,
         None if is_up else torch.float32, out_dtype, 64, 64, grid=(1,),
@@ -477,9 +494,10 @@ def grouped_constants(
         "HAS_BIAS": matrix.bias is not None,
         "FORMAT": matrix.format,
         "DECODE": tile.decode,
+        "TMA": tile.tma,
         "PTX": is_ptx,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "PREFETCH_LINES": 0 if is_up else tile.prefetch_lines,
+        "PREFETCH_LINES": 0 if is_up or tile.tma else tile.prefetch_lines,
         "PDL": hopper,
     }
 
