@@ -9,6 +9,7 @@ import pytest
 from fake_engine_client import FakeClient
 from fake_server import Running, running
 
+from tokenspeed.server import http_protocol
 from tokenspeed.server.http_protocol import MAX_HEAD_BYTES
 
 GET = b"GET /liveness HTTP/1.1\r\nHost: x\r\n"
@@ -62,6 +63,23 @@ async def test_long_bodies_and_usual_heads_pass(engine: FakeClient):
     async with running(engine) as server:
         answer = await exchange(server, [*pieces, whole, body[:half], body[half:], *head, *head, *last])
         assert answer.count(b"HTTP/1.1 200 OK") == 5 and answer.count(b"HTTP/1.1") == 5
+
+
+async def test_a_head_that_never_ends_is_not_awaited_for_ever(engine: FakeClient, monkeypatch):
+    """The bug: uvicorn waits without a limit for the rest of a head, or for a first byte."""
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.05)
+    async with running(engine) as server:
+        assert await exchange(server, []) == b""
+        for pieces in ([GET], [b"\r\n"], [CHUNKED, b"2\r\n{}\r\n", b"0\r\nX"]):
+            answer = await exchange(server, pieces)
+            assert b" 408 Request Timeout\r\n" in answer or answer.startswith(b"HTTP/1.1 4"), answer
+        answer = await exchange(server, [GET + b"\r\n", GET, b"Connection: close\r\n\r\n"])
+        assert answer.count(b"HTTP/1.1 200 OK") == 2
+        engine.delay_s = 0.02  # an answer may take longer than a head
+        body = json.dumps({"model": "tiny", "prompt": "a"}).encode()
+        post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+        answer = await exchange(server, [post, GET])
+        assert answer.count(b"HTTP/1.1 200 OK") == 1 and answer.count(b"HTTP/1.1 408") == 1
 
 
 async def test_what_is_no_http_gets_an_error_of_the_usual_shape(engine: FakeClient):
