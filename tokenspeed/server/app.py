@@ -64,6 +64,8 @@ def build_app(client: EngineClient, config: ServerConfig) -> FastAPI:
         description="OpenAI-compatible API. A field is honoured or refused by name; taken without any effect on what "
         f"is generated: {', '.join(NO_EFFECT)}.",
         redirect_slashes=False,
+        docs_url=None,  # FastAPI's pages fetch scripts from elsewhere; the schema they show is /openapi.json
+        redoc_url=None,
     )
     context = ServerContext(
         client, config, Metrics(client, config.served_model_names[0]), choose_formats(config, client)

@@ -101,7 +101,9 @@ def _explain(text: str, fields: dict[str, Any], kind: type[msgspec.Struct]) -> I
         where = _join(found["path"], name)
         known = kind.__struct_encode_fields__ if found["path"] in (None, "$") else ()
         close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "remove it, or see /docs for the fields that are known"
+        hint = (
+            f"did you mean {close[0]!r}?" if close else "remove it, or see /openapi.json for the fields that are known"
+        )
         return InvalidRequest(f"unknown field {where[:200]!r}; {hint}", param=where[:200], code="unknown_field")
     if found := _MISSING.match(text):
         where = _join(found["path"], found["name"])

@@ -124,7 +124,7 @@ def install_handlers(app: FastAPI) -> None:
     async def not_routed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404 and error.detail == "Not Found":
-            error.detail = f"there is no {request.method} {request.url.path} here; /docs lists the routes"
+            error.detail = f"there is no {request.method} {request.url.path} here; /openapi.json lists the routes"
         if error.status_code == 405 and error.detail == "Method Not Allowed":
             allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow", "another method")
             error.detail = f"{request.url.path} takes {allowed}, not {request.method}"
