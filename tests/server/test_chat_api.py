@@ -57,6 +57,13 @@ async def test_stream_without_usage_says_nothing_of_it(http: httpx.AsyncClient):
     assert all("usage" not in chunk for chunk in events(response.text))
 
 
+async def test_continuous_usage_needs_usage(http: httpx.AsyncClient):
+    """As in vLLM; alone it changed every chunk."""
+    options = {"continuous_usage_stats": True}
+    response = await http.post(URL, json=chat(stream=True, stream_options=options))
+    assert all("usage" not in chunk for chunk in events(response.text))
+
+
 async def test_continuous_usage_grows_by_token(http: httpx.AsyncClient):
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = events((await http.post(URL, json=chat(stream=True, stream_options=options))).text)

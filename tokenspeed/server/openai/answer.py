@@ -53,7 +53,7 @@ def stream_rules(context: ServerContext, fields: GenerationFields, wants_logprob
         interval=context.config.stream_interval,
         is_plain=not wants_logprobs and not fields.return_token_ids,
         include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
+        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
     )
 
 

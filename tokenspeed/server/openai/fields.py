@@ -66,7 +66,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Fields:
         include_usage: one more chunk at the end with the whole request's usage.
-        continuous_usage_stats: usage so far on every chunk.
+        continuous_usage_stats: usage so far on every chunk; only with include_usage, as in vLLM.
         include_obfuscation: OpenAI pads chunks against traffic analysis; here only false.
     """
 
