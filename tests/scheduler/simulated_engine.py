@@ -120,7 +120,7 @@ class SimulatedEngine:
     def check_idle(self) -> None:
         """Everything has ended once, as it would have alone, and no page is held."""
         self.scheduler.check()
-        assert self.scheduler.num_running == self.scheduler.num_waiting == self.scheduler.num_in_flight == 0
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0 and not self.scheduler.has_work
         assert self.cache.num_pages_used == 0
         assert self.cache.num_pages_free + self.cache.num_pages_cached == self.cache.num_pages_total
         assert self.cache.enable_prefix_caching or not self.cache.num_pages_cached

@@ -444,11 +444,6 @@ class Scheduler:
         return bool(self._requests or self._in_flight)
 
     @property
-    def num_in_flight(self) -> int:
-        """Plans made whose results have not been applied."""
-        return len(self._in_flight)
-
-    @property
     def num_running(self) -> int:
         """Sequences in slots."""
         return len(self._running)
