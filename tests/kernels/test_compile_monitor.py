@@ -10,6 +10,8 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
+from triton.runtime.jit import JITFunction  # noqa: E402
+
 from tokenspeed.kernels.triton.compile_monitor import CompileClaims, CompiledWhileServing, CompileMonitor  # noqa: E402
 from tokenspeed.protocol.errors import ConfigError  # noqa: E402
 
@@ -110,6 +112,28 @@ def test_each_kernel_is_claimed_once(tmp_path):
     assert triton.knobs.runtime.jit_cache_hook is None
 
 
+def test_a_process_that_only_compiles_launches_nothing(tmp_path, monkeypatch):
+    """The router's kernel was passed over, and the experts ran on garbage for expert numbers: workers died of illegal
+    addresses on the first GPU that met an expert model."""
+    ran = []
+    monkeypatch.setattr(
+        JITFunction, "run", lambda kernel, *args, grid, warmup, **options: ran.append((warmup, args, grid, options))
+    )
+    original = JITFunction.run
+    kernel = triton.JITFunction.__new__(triton.JITFunction)
+    claims = CompileClaims(tmp_path)
+    claims.install()
+    try:
+        kernel[(3,)](1, 2, num_warps=4)
+    finally:
+        claims.remove()
+    kernel[(3,)](1)
+    assert ran == [(True, (1, 2), (3,), {"num_warps": 4}), (False, (1,), (3,), {})]
+    assert JITFunction.run is original
+
+
 def test_triton_hands_the_claims_what_they_expect():
+    assert list(inspect.signature(JITFunction.run).parameters) == ["self", "args", "grid", "warmup", "kwargs"]
+
     parameters = inspect.signature(triton.knobs.JITHook.__call__).parameters
     assert list(parameters) == list(inspect.signature(CompileClaims._is_taken).parameters)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import triton
+from triton.runtime.jit import JITFunction
 
 from tokenspeed.protocol.errors import ConfigError
 
@@ -84,9 +86,19 @@ class CompileMonitor:
         logger.warning("%s", message)
 
 
+def _compile_only(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`JITFunction.run` that stops before the launch."""
+
+    def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(kernel, *args, grid=grid, warmup=True, **options)
+
+    return compiled
+
+
 class CompileClaims:
-    """Shares kernels out among processes that run the same launches: whoever comes first compiles, the others pass the
-    launch over. Their results are then garbage, so this is for processes that only compile.
+    """Shares kernels out among processes that run the same launches: whoever comes first compiles. Nothing is launched:
+    a kernel behind one that was passed over would take garbage for expert numbers or pages, and read anywhere. So this
+    is for processes that only compile.
 
     Args:
         folder: exists, empty at first, common to the processes.
@@ -94,14 +106,20 @@ class CompileClaims:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._run: Callable[..., Any] | None = None
 
     def install(self) -> None:
-        """From now on every missing kernel is claimed first."""
+        """From now on every missing kernel is claimed first, and none runs."""
         triton.knobs.runtime.jit_cache_hook = self._is_taken
+        if self._run is None:
+            self._run = JITFunction.run
+            JITFunction.run = _compile_only(JITFunction.run)  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """Compile whatever is missing again."""
+        """Compile whatever is missing again, and launch."""
         triton.knobs.runtime.jit_cache_hook = None
+        if self._run is not None:
+            JITFunction.run, self._run = self._run, None  # type: ignore[method-assign]
 
     def _is_taken(
         self,
