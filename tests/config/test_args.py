@@ -110,6 +110,7 @@ def test_every_field_can_be_set():
         "cors_allow_origins": ("*",),
         "max_request_mb": 2.0,
         "stream_interval": 4,
+        "decode_log_interval": 9,
         "chat_template": "{{ x }}",
         "reasoning_parser": "qwen3",
         "tool_call_parser": "qwen",

@@ -299,7 +299,7 @@ def test_no_wish_is_ignored():
         "num_threads": 1, "attention_backend": "paged", "enforce_eager": True, "host": "h", "port": 1,
         "served_model_name": ("x",), "api_key": ("x",), "cors_allow_origins": ("x",), "max_request_mb": 1.0,
         "stream_interval": 2, "chat_template": "{{ x }}", "drain_timeout": 1.0, "log_level": "error",
-        "enable_log_requests": True, "enable_metrics": False, "skip_tokenizer_init": True,
+        "enable_log_requests": True, "enable_metrics": False, "skip_tokenizer_init": True, "decode_log_interval": 5,
         "kv_cache_dtype": "fp8", "reasoning_parser": "qwen3", "tool_call_parser": "qwen",
         "enable_auto_tool_choice": True,
         "grammar_backend": "none", "grammar_compile_timeout_secs": 1.0, "disable_any_whitespace": True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
+import msgspec
 import pytest
 from fake_runner import EOS, NAN_TOKEN, FakeRunner, continuation, engine_config
 
@@ -271,7 +272,7 @@ def test_stats_hold_every_step_once() -> None:
 
 
 def test_log_lines_of_the_contract(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "tokenspeed"):
+    with caplog.at_level(logging.DEBUG, "tokenspeed"):
         engine = Driver()
         engine.send(request("a", [1] * 20, 90))
         engine.until(lambda e: len(e.tokens("a")) > 5)
@@ -285,6 +286,19 @@ def test_log_lines_of_the_contract(caplog: pytest.LogCaptureFixture) -> None:
     assert any(line.startswith("Mix batch. #new-seq: 1, #new-token: 4, #cached-token: 16,") for line in lines)
     decodes = [line for line in lines if line.startswith("Decode batch. #running-req: ")]
     assert 1 <= len(decodes) <= 2 and "#pages(active/cached/total): " in decodes[0]
+
+
+def test_one_log_line_for_many_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """The bug: each step with a prompt wrote a line, hundreds a second. At INFO there are decode lines only, one every
+    `--decode-log-interval` steps."""
+    with caplog.at_level(logging.INFO, "tokenspeed"):
+        engine = Driver(msgspec.structs.replace(engine_config(), decode_log_interval=10))
+        engine.send(request("a", [1] * 20, 90))
+        engine.until(lambda e: e.reasons("a"))
+        engine.send(Shutdown())
+        engine.join()
+    lines = [record.getMessage() for record in caplog.records if record.name == "tokenspeed.engine.step_log"]
+    assert 8 <= len(lines) <= 9 and all(line.startswith("Decode batch. ") for line in lines)
 
 
 @pytest.mark.parametrize(

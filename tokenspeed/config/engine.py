@@ -38,6 +38,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         grammar_backend: library of structured output; auto: the engine takes what is installed.
         grammar_timeout_s: seconds that compiling one grammar may take.
         any_whitespace: structured JSON may be laid out freely.
+        decode_log_interval: decode steps from one `Decode batch.` line of the log to the next.
         choices: automatic choices with reasons.
     """
 
@@ -72,4 +73,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     grammar_backend: Literal["auto", "xgrammar", "llguidance", "none"] = "auto"
     grammar_timeout_s: float = 30.0
     any_whitespace: bool = True
+    decode_log_interval: int = 40
     choices: tuple[Choice, ...] = ()

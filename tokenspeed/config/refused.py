@@ -311,7 +311,6 @@ _LOGS = (
     *_all(
         "this log is not built yet; `/metrics` has totals",
         ("--enable-log-request-stats", "one line of timings a request"),
-        ("--decode-log-interval", "decode steps a log line"),
     ),
     *_all(
         "cached prompt tokens are always reported in `usage`; leave the flag out",

@@ -144,6 +144,7 @@ def resolve(
         grammar_backend=_GRAMMARS[args.grammar_backend],
         grammar_timeout_s=args.grammar_compile_timeout_secs,
         any_whitespace=not args.disable_any_whitespace,
+        decode_log_interval=args.decode_log_interval,
         choices=(*choices, *_without_effect(args)),
     )
     return engine, _server(args, checkpoint)

@@ -126,6 +126,16 @@ class ServerArgs:
     enable_metrics: bool = flag(
         True, "--enable-metrics", LOGS, "Serve Prometheus metrics at `/metrics`.", kind="on_or_off"
     )
+    decode_log_interval: int = flag(
+        40,
+        "--decode-log-interval",
+        LOGS,
+        "Decode steps from one `Decode batch.` line of the log to the next; steps with prompts have a line each at "
+        "`--log-level debug`.",
+        parse=integer,
+        metavar="STEPS",
+        at_least=1,
+    )
     engine_startup_timeout: float = flag(
         1800.0,
         "--engine-startup-timeout",

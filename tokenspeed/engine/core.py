@@ -18,7 +18,7 @@ from typing import Protocol
 
 from tokenspeed.engine.channel import EngineEnd
 from tokenspeed.engine.grammar_gate import GrammarGate
-from tokenspeed.engine.step_log import StepLog
+from tokenspeed.engine.step_log import DECODE_INTERVAL_STEPS, StepLog
 from tokenspeed.protocol.errors import TokenSpeedError
 from tokenspeed.protocol.messages import (
     AbortRequest,
@@ -72,6 +72,7 @@ class EngineCore:
         parent_pid: the process that must stay alive, or None; the loop ends when it is gone.
         warm_idle_s: how long the loop must have been idle before it opens the grammar library ahead of need; 0 = it
             does so at once.
+        decode_log_interval: see `StepLog`.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class EngineCore:
         enable_overlap: bool,
         parent_pid: int | None = None,
         warm_idle_s: float = math.inf,
+        decode_log_interval: int = DECODE_INTERVAL_STEPS,
     ) -> None:
         self._channel = channel
         self._scheduler = scheduler
@@ -92,7 +94,7 @@ class EngineCore:
         self._parent_pid = parent_pid
         self._warm_idle_s = warm_idle_s if runner.grammars is not None else math.inf
         self._stopping = False
-        self._log = StepLog()
+        self._log = StepLog(decode_log_interval)
         self._step_tokens: list[int] = []
         self._stats_sent_s = 0.0
         self._orphan_checked_s = 0.0

@@ -60,6 +60,7 @@ def run_engine(
             enable_overlap=config.enable_overlap,
             parent_pid=parent_pid,
             warm_idle_s=warm_idle_s,
+            decode_log_interval=config.decode_log_interval,
         )
         channel.send(_ready(config, runner))
         core.run()

@@ -1,7 +1,8 @@
-"""The engine's log lines a step: `Prefill batch.`, `Mix batch.` and, now and then, `Decode batch.`
+"""The engine's log lines: now and then `Decode batch.`; for DEBUG also a line a step, `Prefill batch.` or `Mix batch.`
 
-The words and counts follow the public contract, so that scripts which read them keep working. Costs nothing when
-INFO is off and a few comparisons on a pure decode step.
+The words and counts follow the public contract, so that scripts which read them keep working. The level of the lines a
+step is ours: a server with long prompts would write hundreds a second. Costs nothing when INFO is off and a few
+comparisons on a pure decode step.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class StepLog:
             return
         self._num_generated_tokens += sum(row.samples for row in plan.rows)
         if not all(row.is_decode for row in plan.rows):
-            self._prefill(plan, snapshot())
+            if logger.isEnabledFor(logging.DEBUG):
+                self._prefill(plan, snapshot())
             return
         self._num_decode_steps += 1
         if self._num_decode_steps % self._interval_steps == 0:
@@ -51,7 +53,7 @@ class StepLog:
         prefills = [row for row in plan.rows if not row.is_decode]
         admitted = {admission.slot for admission in plan.admissions}
         kind = "Prefill" if len(prefills) == len(plan.rows) else "Mix"
-        logger.info(
+        logger.debug(
             "%s batch. #new-seq: %d, #new-token: %d, #cached-token: %d, #running-req: %d, #queue-req: %d",
             kind,
             len(plan.admissions),
