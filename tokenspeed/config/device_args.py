@@ -126,11 +126,11 @@ class DeviceArgs(ServerArgs):
         None,
         "--prefill-graph-max-tokens",
         DEVICE,
-        "Most prompt tokens of a step that is recorded; 0 records none. Not verified on a GPU yet.",
+        "Most prompt tokens of a step that is recorded; 0 records none.",
         parse=integer,
         metavar="TOKENS",
         at_least=0,
-        default_text="0, or the largest of `--prefill-graph-capture-sizes`",
+        default_text="512, or the largest of `--prefill-graph-capture-sizes`",
         only_on="cuda",
     )
     prefill_graph_capture_sizes: tuple[int, ...] = flag(

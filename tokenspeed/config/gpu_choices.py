@@ -106,13 +106,10 @@ def prefill_sizes(args: EngineArgs, token_budget: int, choices: list[Choice]) ->
             if is_given:
                 raise ConfigError(f"{name} was given together with {off}, with which no prompt step is recorded")
         return ()
-    if most is None and not given:
-        reason = f"recorded prompt steps have not run on a GPU yet; try them with up to {MAX_PREFILL_TOKENS}"
-        choices.append(Choice("--prefill-graph-max-tokens", "0", reason))
-        return ()
     if most is None:
-        most = min(max(given), token_budget)
-        choices.append(Choice("--prefill-graph-max-tokens", str(most), "the largest of the sizes asked for"))
+        most = min(max(given) if given else MAX_PREFILL_TOKENS, token_budget)
+        reason = "the largest of the sizes asked for" if given else "launching a longer prompt costs less than running it"
+        choices.append(Choice("--prefill-graph-max-tokens", str(most), reason))
     limit = min(most, token_budget)
     sizes = tuple(sorted({size for size in given if size <= limit})) if given else prefill_ladder(limit)
     if given and not sizes:
