@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 import torch
+from memory_weight import MemoryWeight
 
 from tokenspeed.attention.interface import AttentionBatch, LayerKV, Rotation
 from tokenspeed.cache.spec import group_layers, layer_places
@@ -19,7 +20,6 @@ from tokenspeed.layers.linear import RowParallel
 from tokenspeed.layers.rotary import Rotary
 from tokenspeed.models.registry import examples
 from tokenspeed.protocol.errors import CheckpointError
-from tokenspeed.quantization import interface
 from tokenspeed.quantization.unquantized import Unquantized
 
 OPS, _ = select_ops(Need(torch.device("cpu"), torch.float32))
@@ -28,27 +28,6 @@ LLAMA = next(example for example in examples() if example.architecture == "Llama
 CONFIG = msgspec.structs.replace(
     LLAMA, num_layers=4, layer_windows=(8, None, 8, None), attention_sinks=True, attention_bias=True, o_bias=True
 )
-
-
-@dataclass
-class Tensor:
-    name: str
-    tensor: torch.Tensor
-    qtype: str | None = None
-
-    @property
-    def where(self) -> str:
-        return f"memory: {self.name}"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def read(self, dtype: torch.dtype, device: torch.device = interface.CPU) -> torch.Tensor:
-        return self.tensor.to(device, dtype, copy=True)
-
-    def raw(self) -> torch.Tensor:
-        raise AssertionError("not quantized")
 
 
 @dataclass
@@ -116,7 +95,7 @@ def attention(config: ModelConfig, backend: Recording, layer: int) -> Attention:
     rotary = Rotary(config, torch.device("cpu"))
     made = Attention(config, SINGLE, SCHEME, OPS, backend, rotary, layer, f"model.layers.{layer}.self_attn")
     for name, entry in made.entries().items():
-        entry.load(Tensor(name, torch.randn(entry.shape)))
+        entry.load(MemoryWeight(name, torch.randn(entry.shape)))
     made.finish()
     rotary.finish()
     pool = torch.zeros(3, 16, config.num_kv_heads, config.head_dim)
@@ -166,12 +145,12 @@ def test_sinks_stay_float32_and_are_cut_between_heads() -> None:
             sinks.finish()
         (entry,) = sinks.entries().values()
         assert entry.shape == (8,)
-        entry.load(Tensor("a.sinks", whole))
+        entry.load(MemoryWeight("a.sinks", whole))
         sinks.finish()
         parts.append(sinks.values)
     assert torch.equal(torch.cat(parts), whole)
     with pytest.raises(CheckpointError, match=r"shape \[7\], expected \[8\]"):
-        entry.load(Tensor("a.sinks", torch.randn(7)))
+        entry.load(MemoryWeight("a.sinks", torch.randn(7)))
 
 
 def test_the_bias_of_the_output_projection_is_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,8 +162,8 @@ def test_the_bias_of_the_output_projection_is_added_once(monkeypatch: pytest.Mon
         layer = RowParallel(8, 6, True, Mesh(tp=Axis(rank, 2)), SCHEME, "o")
         entries = layer.entries()
         assert entries.keys() == {"o.weight", "o.bias"}
-        entries["o.weight"].load(Tensor("o.weight", weight))
-        entries["o.bias"].load(Tensor("o.bias", bias))
+        entries["o.weight"].load(MemoryWeight("o.weight", weight))
+        entries["o.bias"].load(MemoryWeight("o.bias", bias))
         layer.finish()
         total += layer(x[:, 4 * rank : 4 * rank + 4])
     torch.testing.assert_close(total, x @ weight.t() + bias)

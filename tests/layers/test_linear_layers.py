@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 import pytest
 import torch
+from memory_weight import MemoryWeight
 
 from tokenspeed.distributed.mesh import SINGLE, Axis, Mesh
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.layers.entry import Entry, join
-from tokenspeed.layers.linear import ColumnParallel, MergedColumnParallel, Part, QKVParallel, RowParallel
+from tokenspeed.layers.linear import MergedColumnParallel, Part, QKVParallel, RowParallel
 from tokenspeed.models.registry import examples
 from tokenspeed.protocol.errors import ConfigError
-from tokenspeed.quantization import interface
 from tokenspeed.quantization.unquantized import Unquantized
 
 OPS, _ = select_ops(Need(torch.device("cpu"), torch.float32))
@@ -23,32 +21,11 @@ RANKS = [Mesh(tp=Axis(rank, 2)) for rank in range(2)]
 QWEN2 = next(example for example in examples() if example.architecture == "Qwen2ForCausalLM")
 
 
-@dataclass
-class Tensor:
-    name: str
-    tensor: torch.Tensor
-    qtype: str | None = None
-
-    @property
-    def where(self) -> str:
-        return f"memory: {self.name}"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def read(self, dtype: torch.dtype, device: torch.device = interface.CPU) -> torch.Tensor:
-        return self.tensor.to(device, dtype, copy=True)
-
-    def raw(self) -> torch.Tensor:
-        raise AssertionError("not quantized")
-
-
 def load(layer: MergedColumnParallel | RowParallel, state: dict[str, torch.Tensor]) -> None:
     entries = layer.entries()
     assert {name: entry.shape for name, entry in entries.items()} == {n: tuple(t.shape) for n, t in state.items()}
     for name, entry in reversed(entries.items()):  # any order will do
-        entry.load(Tensor(name, state[name]))
+        entry.load(MemoryWeight(name, state[name]))
     layer.finish()
 
 
@@ -93,7 +70,10 @@ def test_heads_that_ranks_cannot_share() -> None:
 
 def test_column_and_row_alone() -> None:
     x, weight, bias = torch.randn(4, 8), torch.randn(6, 8), torch.randn(6)
-    for layer in (ColumnParallel(8, 6, True, SINGLE, SCHEME, "l"), RowParallel(8, 6, True, SINGLE, SCHEME, "l")):
+    for layer in (
+        MergedColumnParallel(8, (Part("l", 6),), True, SINGLE, SCHEME, "l"),
+        RowParallel(8, 6, True, SINGLE, SCHEME, "l"),
+    ):
         load(layer, {"l.weight": weight, "l.bias": bias})
         torch.testing.assert_close(layer(x), x @ weight.t() + bias)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from memory_weight import MemoryWeight
 
 from tokenspeed.attention.interface import AttentionBatch, AttentionNeed
 from tokenspeed.attention.select import select_backend
@@ -16,33 +17,9 @@ from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.models.interface import Model
 from tokenspeed.models.registry import build_model
 from tokenspeed.moe.select import moe_need, select_moe
-from tokenspeed.quantization import interface
 from tokenspeed.quantization.select import scheme_for
 
 CPU = torch.device("cpu")
-
-
-@dataclass
-class FakeWeight:
-    """A `WeightTensor` over a tensor in memory."""
-
-    name: str
-    tensor: torch.Tensor
-    qtype: str | None = None
-
-    @property
-    def where(self) -> str:
-        return f"memory: {self.name}"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def read(self, dtype: torch.dtype, device: torch.device = interface.CPU) -> torch.Tensor:
-        return self.tensor.to(device, dtype, copy=True)
-
-    def raw(self) -> torch.Tensor:
-        raise AssertionError("not quantized")
 
 
 @dataclass
@@ -181,7 +158,7 @@ def engine(
     model = build_unloaded(config, page_size, dtype, only)
     rules = model.load_rules()
     for name, rule in rules.items():
-        rule(FakeWeight(name, state[name]))
+        rule(MemoryWeight(name, state[name]))
     assert all(model.ignorable(name) for name in state.keys() - rules.keys())
     model.finish()
     return with_pool(model, config, page_size, num_pages, dtype)

@@ -7,7 +7,8 @@ from typing import Literal
 import msgspec
 import pytest
 import torch
-from model_harness import FakeWeight, build_unloaded, with_pool
+from memory_weight import MemoryWeight
+from model_harness import build_unloaded, with_pool
 
 from tokenspeed.cache.spec import group_layers
 from tokenspeed.config.model import SUPPORTED_ARCHITECTURES, ModelConfig, RopeConfig
@@ -42,7 +43,7 @@ def test_example_loads_and_runs(config: ModelConfig) -> None:
     model = build_unloaded(config, 4)
     state = random_state(model.expected_shapes())
     for name, rule in model.load_rules().items():
-        rule(FakeWeight(name, state[name]))
+        rule(MemoryWeight(name, state[name]))
     model.finish()
     engine = with_pool(model, config, 4, 8, torch.float32)
     logits = engine.step([(engine.add([1, 2, 3, 4, 5], 5), 5)])[0]
@@ -59,7 +60,7 @@ def test_every_tensor_is_needed(config: ModelConfig) -> None:
         model = build_unloaded(config, 4)
         for name, rule in model.load_rules().items():
             if name != missing:
-                rule(FakeWeight(name, state[name]))
+                rule(MemoryWeight(name, state[name]))
         with pytest.raises(CheckpointError, match="not in the checkpoint"):
             model.finish()
 
@@ -68,7 +69,7 @@ def test_every_tensor_is_needed(config: ModelConfig) -> None:
 def test_a_wrong_shape_is_refused_by_name(config: ModelConfig) -> None:
     model = build_unloaded(config, 4)
     for name, shape in model.expected_shapes().items():
-        wrong = FakeWeight(name, torch.zeros((shape[0] + 1, *shape[1:])))
+        wrong = MemoryWeight(name, torch.zeros((shape[0] + 1, *shape[1:])))
         if name.endswith(("gate_proj.weight", "q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")):
             continue  # room below them in the merged weight: the loader's check against expected_shapes catches these
         with pytest.raises(CheckpointError, match=name):

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from model_harness import FakeWeight, Pages
+from memory_weight import MemoryWeight
+from model_harness import Pages
 
 from tokenspeed.attention.interface import AttentionBatch
 from tokenspeed.attention.paged import PagedAttentionBackend
@@ -139,7 +140,7 @@ def build(config: ModelConfig, ops: Ops) -> Model:
     model = build_model(config, SINGLE, scheme, ops, PagedAttentionBackend(ops), moe)
     generator = torch.Generator().manual_seed(1)
     for name, rule in model.load_rules().items():
-        rule(FakeWeight(name, torch.randn(model.expected_shapes()[name], generator=generator) * 0.2))
+        rule(MemoryWeight(name, torch.randn(model.expected_shapes()[name], generator=generator) * 0.2))
     model.finish()
     return model
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from memory_weight import MemoryWeight
 
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.kernels.ops import Ops
@@ -47,29 +48,6 @@ class Blocks:
 
     def raw(self) -> torch.Tensor:
         return torch.from_numpy(self.data)
-
-
-@dataclass
-class Dense:
-    """A dense `WeightTensor` in memory."""
-
-    name: str
-    tensor: torch.Tensor
-    qtype: str | None = None
-
-    @property
-    def where(self) -> str:
-        return f"memory: {self.name}"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def read(self, dtype: torch.dtype, device: torch.device = interface.CPU) -> torch.Tensor:
-        return self.tensor.to(device, dtype, copy=True)
-
-    def raw(self) -> torch.Tensor:
-        raise AssertionError("not quantized")
 
 
 def blocks(qtype: str, rows: int, columns: int, seed: int) -> Blocks:
@@ -169,7 +147,7 @@ def test_a_cut_through_columns_is_dense() -> None:
 def test_bias_reaches_both_paths() -> None:
     weight, bias = blocks("Q4_1", 32, 64, 4), torch.randn(32)
     method = method_of(BFLOAT, [weight], has_bias=True)
-    method.load_bias(Dense("b", bias), 0, None)
+    method.load_bias(MemoryWeight("b", bias), 0, None)
     method.finish()
     for rows in (1, 20):
         x = torch.randn(rows, 64).bfloat16()
@@ -195,30 +173,30 @@ def dense_method(has_bias: bool = False) -> LinearMethod:
 )
 def test_a_part_that_does_not_fit(shape: tuple[int, ...], row_start: int, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as refused:
-        dense_method().load(Dense("w", torch.zeros(shape)), row_start, None, None)
+        dense_method().load(MemoryWeight("w", torch.zeros(shape)), row_start, None, None)
     assert "memory: w" in str(refused.value)
 
 
 def test_a_gap_between_parts_is_found() -> None:
     method = dense_method()
-    method.load(Dense("a", torch.zeros(2, 8)), 0, None, None)
-    method.load(Dense("b", torch.zeros(2, 8)), 4, None, None)
+    method.load(MemoryWeight("a", torch.zeros(2, 8)), 0, None, None)
+    method.load(MemoryWeight("b", torch.zeros(2, 8)), 4, None, None)
     with pytest.raises(CheckpointError, match=r"the\.layer: rows from 2 on of its weight"):
         method.finish()
 
 
 def test_a_missing_bias_is_found() -> None:
     method = dense_method(has_bias=True)
-    method.load(Dense("w", torch.zeros(6, 8)), 0, None, None)
+    method.load(MemoryWeight("w", torch.zeros(6, 8)), 0, None, None)
     with pytest.raises(CheckpointError, match="of its bias"):
         method.finish()
 
 
 def test_an_unwanted_or_misshapen_bias() -> None:
     with pytest.raises(CheckpointError, match="has no bias"):
-        dense_method().load_bias(Dense("b", torch.zeros(6)), 0, None)
+        dense_method().load_bias(MemoryWeight("b", torch.zeros(6)), 0, None)
     with pytest.raises(CheckpointError, match="does not fit the bias"):
-        dense_method(has_bias=True).load_bias(Dense("b", torch.zeros(7)), 0, None)
+        dense_method(has_bias=True).load_bias(MemoryWeight("b", torch.zeros(7)), 0, None)
 
 
 def test_selection_and_its_reasons() -> None:

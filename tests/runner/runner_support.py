@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import torch
+from memory_weight import MemoryWeight
 
 from tokenspeed.attention.interface import AttentionBatch, LayerKV
 from tokenspeed.attention.paged import PagedAttentionBackend
@@ -180,29 +181,6 @@ def engine_config(model: ModelConfig, **changes: object) -> EngineConfig:
     return msgspec.structs.replace(config, **changes)
 
 
-@dataclass
-class RandomWeight:
-    """A tensor of a checkpoint that nobody wrote."""
-
-    name: str
-    tensor: torch.Tensor
-    qtype: str | None = None
-
-    @property
-    def where(self) -> str:
-        return f"memory: {self.name}"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def read(self, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
-        return self.tensor.to(device, dtype, copy=True)
-
-    def raw(self) -> torch.Tensor:
-        raise AssertionError("not quantized")
-
-
 def with_windows() -> ModelConfig:
     """Layers of two cache groups, the first of which sees six tokens."""
     return msgspec.structs.replace(tiny_model("LlamaForCausalLM"), layer_windows=(6, None))
@@ -218,7 +196,7 @@ def random_model(config: ModelConfig, ops: Ops, backend: PagedAttentionBackend, 
     model = build_model(config, SINGLE, scheme, ops, backend, moe)
     generator = torch.Generator().manual_seed(seed)
     for name, rule in model.load_rules().items():
-        rule(RandomWeight(name, torch.randn(model.expected_shapes()[name], generator=generator) * 0.3))
+        rule(MemoryWeight(name, torch.randn(model.expected_shapes()[name], generator=generator) * 0.3))
     model.finish()
     return model
 

@@ -97,15 +97,6 @@ class MergedColumnParallel:
         return None if rows == (0, self._parts[index].out_features) else rows
 
 
-class ColumnParallel(MergedColumnParallel):
-    """One linear, sharded by output rows. `name` is the HF name without `.weight`."""
-
-    def __init__(
-        self, in_features: int, out_features: int, has_bias: bool, mesh: Mesh, scheme: Scheme, name: str
-    ) -> None:
-        super().__init__(in_features, (Part(name, out_features),), has_bias, mesh, scheme, name)
-
-
 class QKVParallel(MergedColumnParallel):
     """Queries, keys and values of an attention layer in one matmul, sharded by whole heads."""
 
