@@ -130,10 +130,10 @@ class CudaModelRunner:
         model, backend, ops, vocab_size = loaded.model, loaded.backend, loaded.ops, limits.vocab_size
         self._model = model
         self._backend = backend
-        self._groups = groups
-        self._report = loaded.report
+        self.groups = groups
+        self.report = loaded.report
         self._graph_plan = graphs
-        self._grammars = grammars
+        self.grammars = grammars
         self._device = ops.device
         num_slots = limits.max_num_seqs + 1  # the last is scratch: padding rows of graphs
         self._state = DeviceState(num_slots, limits.max_model_len, groups, ops.device)
@@ -162,18 +162,6 @@ class CudaModelRunner:
         self._finisher = threading.Thread(target=self._finish_all, name="runner-finish", daemon=True)
         self._finisher.start()
 
-    @property
-    def groups(self) -> list[GroupSpec]:
-        return self._groups
-
-    @property
-    def report(self) -> list[str]:
-        return self._report
-
-    @property
-    def grammars(self) -> GrammarCompiler | None:
-        return self._grammars
-
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
         self._launcher.submit(self._launch_into, plan, future)
@@ -197,15 +185,15 @@ class CudaModelRunner:
         plan = self._graph_plan
         reason = "" if self._backend.can_record else f" ({self._backend.name} attention cannot be recorded)"
         if self._graphs is None:
-            self._report.append(f"decode graphs: none, decode steps run eagerly{reason}")
+            self.report.append(f"decode graphs: none, decode steps run eagerly{reason}")
         else:
             self._graphs.capture(plan.sizes, plan.pad)
-            self._report.append(f"decode graphs: {len(plan.sizes)} sizes up to {max(plan.sizes)} rows")
+            self.report.append(f"decode graphs: {len(plan.sizes)} sizes up to {max(plan.sizes)} rows")
         if self._prefill is None:
-            self._report.append(f"prefill graphs: none, prompts run eagerly{reason}")
+            self.report.append(f"prefill graphs: none, prompts run eagerly{reason}")
         else:
             self._prefill.capture(plan.prefill_sizes)
-            self._report.append(
+            self.report.append(
                 f"prefill graphs: {len(plan.prefill_sizes)} sizes up to {max(plan.prefill_sizes)} tokens of at most "
                 f"{PREFILL_GRAPH_REQUESTS} requests"
             )
@@ -225,8 +213,8 @@ class CudaModelRunner:
         self._launcher.shutdown(wait=True)
         self._in_flight.put(None)
         self._finisher.join()
-        if self._grammars is not None:
-            self._grammars.close()
+        if self.grammars is not None:
+            self.grammars.close()
 
     # ---- launching ------------------------------------------------------------------------------------------------
 

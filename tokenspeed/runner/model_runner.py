@@ -65,10 +65,10 @@ class ModelRunner:
         model, backend, ops = loaded.model, loaded.backend, loaded.ops
         self._model = model
         self._backend = backend
-        self._groups = groups
+        self.groups = groups
         self._limits = limits
-        self._report = loaded.report
-        self._grammars = grammars
+        self.report = loaded.report
+        self.grammars = grammars
         self._constraints = Constraints(grammars, limits.vocab_size)
         # The slot after the last is scratch: rows that fill a step up. Its page tables name the scratch page.
         self._scratch_slot = limits.max_num_seqs
@@ -89,18 +89,6 @@ class ModelRunner:
         self._profiler = StepProfiler(has_gpu=False)
         self._thread = ThreadPoolExecutor(1, "runner", initializer=torch.set_num_threads, initargs=(1,))
 
-    @property
-    def groups(self) -> list[GroupSpec]:
-        return self._groups
-
-    @property
-    def report(self) -> list[str]:
-        return self._report
-
-    @property
-    def grammars(self) -> GrammarCompiler | None:
-        return self._grammars
-
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         return self._thread.submit(self._profiled_step, plan)
 
@@ -112,13 +100,13 @@ class ModelRunner:
 
     def capture(self) -> None:
         with startup_phase("graph.capture"):
-            self._report.append(self._thread.submit(self._warm_up).result())
+            self.report.append(self._thread.submit(self._warm_up).result())
 
     def close(self) -> None:
         self._thread.submit(self._profiler.close)
         self._thread.shutdown(wait=True)
-        if self._grammars is not None:
-            self._grammars.close()
+        if self.grammars is not None:
+            self.grammars.close()
 
     def _warm_up(self) -> str:
         """Record the graphs, then run a prompt and a decode on the scratch page, so that no request pays for the first
@@ -129,7 +117,7 @@ class ModelRunner:
         num_tokens = min(_WARM_UP_TOKENS, self._limits.max_model_len - 1)
         sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
         # An admission without pages: all page tables of a fresh slot name the scratch page.
-        no_pages: tuple[list[int], ...] = ([],) * len(self._groups)
+        no_pages: tuple[list[int], ...] = ([],) * len(self.groups)
         admission = Admission(0, "warm-up", 0, [0] * num_tokens, num_tokens, no_pages, sampling)
         self._step(StepPlan(-2, [admission], [Row(0, 0, num_tokens, no_pages, True, False)], num_tokens))
         self._step(StepPlan(-1, [], [Row(0, num_tokens, 1, no_pages, True, True)], 1))
