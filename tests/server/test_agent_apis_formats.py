@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from conftest import http_client
+from app_client import http_client
 from fake_engine_client import FakeClient
 from test_anthropic_api import assembled
 from test_responses_api import typed_events

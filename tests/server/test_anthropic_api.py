@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import http_client
+from app_client import http_client
 from fake_engine_client import FakeClient
 from test_responses_api import CALLS, PARSERS, THINKS, typed_events
 

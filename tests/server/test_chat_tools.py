@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+from app_client import chat, events, http_client
 from chat_streams import Message, of_choice, of_chunks
-from conftest import chat, events, http_client
 from scripted_engine import ScriptedClient
 
 from tokenspeed.grammar.tools import tool_choice_schema

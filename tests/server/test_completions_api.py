@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import events
+from app_client import events
 from fake_engine_client import BOS, EOS, IM_START, FakeClient
 
 URL = "/v1/completions"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import http_client
+from app_client import http_client
 from fake_engine_client import FakeClient
 
 from tokenspeed.config.args import EngineArgs

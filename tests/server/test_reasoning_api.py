@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from app_client import chat, events, http_client
 from chat_streams import of_choice, of_chunks
-from conftest import chat, events, http_client
 from scripted_engine import ScriptedClient
 
 from tokenspeed.protocol.sampling import ThinkingBudget

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import chat, http_client
+from app_client import chat, http_client
 from fake_engine_client import FakeClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import chat, events, http_client
+from app_client import chat, events, http_client
 from fake_engine_client import FakeClient
 
 import tokenspeed

@@ -10,7 +10,7 @@ from collections.abc import Awaitable
 import httpx
 import openai
 import pytest
-from conftest import chat, events
+from app_client import chat, events
 from fake_engine_client import FakeClient
 from fake_server import running, until
 

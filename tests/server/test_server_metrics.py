@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import httpx
-from conftest import chat, http_client
+from app_client import chat, http_client
 from fake_engine_client import FakeClient
 from prometheus_client.parser import text_string_to_metric_families
 
