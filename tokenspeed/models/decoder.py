@@ -30,6 +30,7 @@ from tokenspeed.layers.rotary import Rotary
 from tokenspeed.layers.stream import Normed, Out, ResidualStream
 from tokenspeed.models.interface import LoadRule
 from tokenspeed.moe.select import SelectedMoe
+from tokenspeed.protocol.errors import CheckpointError
 from tokenspeed.quantization.interface import Scheme
 
 
@@ -105,6 +106,8 @@ class Decoder:
 
     Args:
         moe: what runs the experts; None in a model without expert layers.
+    Raises:
+        CheckpointError: the config contradicts its family.
     """
 
     def __init__(
@@ -116,6 +119,9 @@ class Decoder:
         backend: AttentionBackend,
         moe: SelectedMoe | None = None,
     ) -> None:
+        contradiction = self.contradiction(config)
+        if contradiction is not None:
+            raise CheckpointError(contradiction)
         self._vocabulary = Vocabulary(config, mesh, scheme, ops, "model.embed_tokens", "lm_head")
         self._rotary = Rotary(config, ops.device)
         self._layers = [
@@ -126,6 +132,11 @@ class Decoder:
         self._parts: tuple[Layer, ...] = (self._vocabulary, *self._layers, self._norm)
         self._entries = join(part.entries() for part in self._parts)
         self._max_fused_rows = 0
+
+    @staticmethod
+    def contradiction(config: ModelConfig) -> str | None:
+        """What every config of the family says and this one does not, in words; None when it fits."""
+        return None
 
     def load_rules(self) -> dict[str, LoadRule]:
         """See `Model.load_rules`."""

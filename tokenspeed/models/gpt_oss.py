@@ -6,33 +6,18 @@ experts; the experts' activation is clamped. YaRN without truncation of its ramp
 
 from __future__ import annotations
 
-from tokenspeed.attention.interface import AttentionBackend
 from tokenspeed.config.model import ModelConfig, MoeConfig, RopeConfig
-from tokenspeed.distributed.mesh import Mesh
-from tokenspeed.kernels.ops import Ops
 from tokenspeed.models.decoder import Decoder
-from tokenspeed.moe.select import SelectedMoe
-from tokenspeed.protocol.errors import CheckpointError
-from tokenspeed.quantization.interface import Scheme
 
 
 class GptOssForCausalLM(Decoder):
-    """Raises:
-    CheckpointError: the config has no experts or no sinks, which every GPT-OSS has.
-    """
+    """See the module."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        mesh: Mesh,
-        scheme: Scheme,
-        ops: Ops,
-        backend: AttentionBackend,
-        moe: SelectedMoe | None = None,
-    ) -> None:
-        if config.moe is None or not config.attention_sinks:
-            raise CheckpointError("a GPT-OSS config must have experts and attention sinks")
-        super().__init__(config, mesh, scheme, ops, backend, moe)
+    @staticmethod
+    def contradiction(config: ModelConfig) -> str | None:
+        """See `Decoder.contradiction`."""
+        fits = config.moe is not None and config.attention_sinks
+        return None if fits else "a GPT-OSS config must have experts and attention sinks"
 
 
 ARCHITECTURES = {"GptOssForCausalLM": GptOssForCausalLM}

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from tokenspeed.attention.interface import AttentionBackend
 from tokenspeed.config.model import ModelConfig, RopeConfig
-from tokenspeed.distributed.mesh import Mesh
-from tokenspeed.kernels.ops import Ops
 from tokenspeed.models.decoder import Decoder
-from tokenspeed.moe.select import SelectedMoe
-from tokenspeed.protocol.errors import CheckpointError
-from tokenspeed.quantization.interface import Scheme
 
 
 class Qwen2ForCausalLM(Decoder):
-    """Raises:
-    CheckpointError: the config has no q, k, v biases, which every Qwen2 has.
-    """
+    """See the module."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        mesh: Mesh,
-        scheme: Scheme,
-        ops: Ops,
-        backend: AttentionBackend,
-        moe: SelectedMoe | None = None,
-    ) -> None:
-        if not config.attention_bias or config.o_bias:
-            raise CheckpointError("a Qwen2 config must have biases on q, k and v, and none on o")
-        super().__init__(config, mesh, scheme, ops, backend, moe)
+    @staticmethod
+    def contradiction(config: ModelConfig) -> str | None:
+        """See `Decoder.contradiction`."""
+        fits = config.attention_bias and not config.o_bias
+        return None if fits else "a Qwen2 config must have biases on q, k and v, and none on o"
 
 
 ARCHITECTURES = {"Qwen2ForCausalLM": Qwen2ForCausalLM}

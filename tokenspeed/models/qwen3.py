@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from tokenspeed.attention.interface import AttentionBackend
 from tokenspeed.config.model import ModelConfig, RopeConfig
-from tokenspeed.distributed.mesh import Mesh
-from tokenspeed.kernels.ops import Ops
 from tokenspeed.models.decoder import Decoder
-from tokenspeed.moe.select import SelectedMoe
-from tokenspeed.protocol.errors import CheckpointError
-from tokenspeed.quantization.interface import Scheme
 
 
 class Qwen3ForCausalLM(Decoder):
-    """Raises:
-    CheckpointError: the config has no q and k norms, which every Qwen3 has.
-    """
+    """See the module."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        mesh: Mesh,
-        scheme: Scheme,
-        ops: Ops,
-        backend: AttentionBackend,
-        moe: SelectedMoe | None = None,
-    ) -> None:
-        if not config.qk_norm:
-            raise CheckpointError("a Qwen3 config must have norms on q and k")
-        super().__init__(config, mesh, scheme, ops, backend, moe)
+    @staticmethod
+    def contradiction(config: ModelConfig) -> str | None:
+        """See `Decoder.contradiction`."""
+        fits = config.qk_norm
+        return None if fits else "a Qwen3 config must have norms on q and k"
 
 
 ARCHITECTURES = {"Qwen3ForCausalLM": Qwen3ForCausalLM}

@@ -6,33 +6,18 @@ says so (`norm_topk_prob`).
 
 from __future__ import annotations
 
-from tokenspeed.attention.interface import AttentionBackend
 from tokenspeed.config.model import ModelConfig, MoeConfig, RopeConfig
-from tokenspeed.distributed.mesh import Mesh
-from tokenspeed.kernels.ops import Ops
 from tokenspeed.models.decoder import Decoder
-from tokenspeed.moe.select import SelectedMoe
-from tokenspeed.protocol.errors import CheckpointError
-from tokenspeed.quantization.interface import Scheme
 
 
 class Qwen3MoeForCausalLM(Decoder):
-    """Raises:
-    CheckpointError: the config has no experts, or no q and k norms, which every Qwen3 MoE has.
-    """
+    """See the module."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        mesh: Mesh,
-        scheme: Scheme,
-        ops: Ops,
-        backend: AttentionBackend,
-        moe: SelectedMoe | None = None,
-    ) -> None:
-        if config.moe is None or not config.qk_norm:
-            raise CheckpointError("a Qwen3 MoE config must have experts and norms on q and k")
-        super().__init__(config, mesh, scheme, ops, backend, moe)
+    @staticmethod
+    def contradiction(config: ModelConfig) -> str | None:
+        """See `Decoder.contradiction`."""
+        fits = config.moe is not None and config.qk_norm
+        return None if fits else "a Qwen3 MoE config must have experts and norms on q and k"
 
 
 ARCHITECTURES = {"Qwen3MoeForCausalLM": Qwen3MoeForCausalLM}
