@@ -124,6 +124,9 @@ def test_a_run_ends_in_one_line_of_json(tmp_path, capsys, monkeypatch, setting):
         (["--context", "0"], "--context is 0"),
         (["--time-limit", "0"], "--time-limit is 0"),
         (["--tune", "--device", "cpu"], "--tune measures kernels of a GPU"),
+        (["--table", "x.json"], "--table is the file that --tune writes"),
+        (["--tune", "--ops", "experts"], "--ops has no effect on --tune"),
+        (["--tune", "--repeats", "3"], "--repeats has no effect on --tune"),
         (["--nope"], "unknown flag --nope"),
     ],
 )

@@ -36,6 +36,8 @@ _WHAT = "What is timed"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 OPS = tuple(op for op in REQUIRED + OPTIONAL if op != "recorder")
 FP8_OP = "fp8_linear"
+_NOT_TUNED = ("ops", "context", "page_size", "repeats", "num_threads")
+"""Flags that say nothing about expert kernels."""
 MIN_CALLS = 16
 """Calls in a graph at least, so that the launch of the graph vanishes in them."""
 
@@ -94,6 +96,11 @@ class KernelArgs:
     def __post_init__(self) -> None:
         for declared in declared_flags(KernelArgs):
             check(declared, getattr(self, declared.field_name))
+        if self.table is not None and not self.tune:
+            raise ConfigError("--table is the file that --tune writes; add --tune, or leave it out")
+        for declared in declared_flags(KernelArgs) if self.tune else ():
+            if declared.field_name in _NOT_TUNED and getattr(self, declared.field_name) != declared.default:
+                raise ConfigError(f"{declared.flag.names[0]} has no effect on --tune; leave one of them out")
 
     def chosen_ops(self) -> tuple[str, ...]:
         """
@@ -181,7 +188,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _tune(args: KernelArgs, config: ModelConfig, need: Need) -> int:
     if need.device.type != "cuda":
-        raise ConfigError("--tune measures kernels of a GPU, torch finds none here")
+        raise ConfigError("--tune measures kernels of a GPU: torch must find one, and --device must not be cpu")
     wanted = moe_need(config, need.device, need.dtype)
     if wanted is None:
         raise ConfigError(f"--tune finds tiles of expert kernels; {args.model_config} has no experts")

@@ -166,7 +166,9 @@ class EngineArgs(DeviceArgs):
         None,
         "--max-total-tokens",
         MEMORY,
-        "Tokens that the KV cache holds, rounded down to whole pages. Not together with `--kv-cache-memory-gb`.",
+        "Tokens that the KV cache holds, rounded down to whole pages; so many in each of the model's cache groups (two "
+        "where some layers have a sliding window and some have none), which share the memory. Not together with "
+        "`--kv-cache-memory-gb`.",
         parse=integer,
         metavar="TOKENS",
         at_least=2,
