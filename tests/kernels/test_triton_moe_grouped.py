@@ -33,6 +33,7 @@ from tokenspeed.kernels.triton.moe_plans import (
     load_table,
     table_name,
 )
+from tokenspeed.kernels.triton.moe_widen import WideScratch, num_values, widen
 from tokenspeed.moe.interface import Activation, ExpertFormat, ExpertWeights, MoeNeed, Routing
 from tokenspeed.protocol.errors import CheckpointError
 
@@ -202,23 +203,29 @@ def run_grouped(
 
 TILES = {
     "small": (16, GroupedTile(64, 64, 1, 3, 4)),
-    "split": (16, GroupedTile(128, 128, 2, 3, 4, 2, "dots", 2)),
+    "split": (16, GroupedTile(128, 128, 2, 3, 4, 2, 2)),
     "large": (64, GroupedTile(128, 64, 1, 3, 8, 4)),
 }
 
 
 @pytest.mark.parametrize("tile_name", TILES)
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("activation", "has_bias"), [(SWIGLU, False), (CLAMPED, True)], ids=["silu", "clamped"])
 @pytest.mark.parametrize(
-    ("num_tokens", "top_k", "num_experts", "hidden", "inner", "how"),
-    [(1, 1, 1, 64, 32, "any"), (3, 4, 6, 96, 96, "any"), (9, 2, 4, 160, 224, "one"), (21, 3, 5, 288, 64, "few")],
+    ("num_tokens", "top_k", "num_experts", "hidden", "inner", "how", "activation"),
+    [
+        (1, 1, 1, 64, 32, "any", SWIGLU),
+        (3, 4, 6, 96, 96, "any", CLAMPED),
+        (9, 2, 4, 160, 224, "one", CLAMPED),
+        (21, 3, 5, 288, 64, "few", SWIGLU),
+    ],
 )
 def test_grouped_experts(
     num_tokens: int, top_k: int, num_experts: int, hidden: int, inner: int, how: str,
-    activation: Activation, has_bias: bool, format: ExpertFormat, tile_name: str,
+    activation: Activation, format: ExpertFormat, tile_name: str,
 ) -> None:  # fmt: skip
+    """The clamped activation with biases and a residual, the other without."""
     block_m, tile = TILES[tile_name]
+    has_bias = activation is CLAMPED
     up, *up_truth = matrix_and_truth(format, num_experts, 2 * inner, hidden, True, has_bias)
     down, *down_truth = matrix_and_truth(format, num_experts, hidden, inner, False, has_bias)
     x = torch.randn(num_tokens, hidden, device=DEVICE).to(KIND)
@@ -249,14 +256,14 @@ def kernels() -> TritonExpertKernels:
 
 
 def layer(
-    format: ExpertFormat, need: MoeNeed, has_bias: bool
+    format: ExpertFormat, need: MoeNeed, has_bias: bool, ours: TritonExpertKernels | None = None
 ) -> tuple[TritonExperts, list[torch.Tensor], list[torch.Tensor]]:
     """A packed layer, and values and bias of its two matrices."""
     e, h, i = need.num_experts, need.hidden_size, need.intermediate_size
     up, up_scale, up_bias, *up_truth = stored(format, e, 2 * i, h, True, has_bias)
     down, down_scale, down_bias, *down_truth = stored(format, e, h, i, False, has_bias)
     weights = ExpertWeights(format, up, down, up_scale, down_scale, up_bias, down_bias)
-    return kernels().pack(weights, need), up_truth, down_truth
+    return (ours or kernels()).pack(weights, need), up_truth, down_truth
 
 
 def need_of(format: ExpertFormat, e: int, k: int, h: int, i: int, has_bias: bool, activation: Activation) -> MoeNeed:
@@ -264,7 +271,7 @@ def need_of(format: ExpertFormat, e: int, k: int, h: int, i: int, has_bias: bool
 
 
 OP_SHAPES = [(6, 3, 96, 64)] + ([(32, 4, 2880, 2880), (128, 8, 2048, 768)] if ON_GPU else [])
-OP_TOKENS = (0, 1, 2, 5, 40) + ((17, 64, 300, 2100) if ON_GPU else ())
+OP_TOKENS = (0, 2, 5, 40) + ((1, 17, 64, 300, 2100) if ON_GPU else ())
 
 
 @pytest.mark.parametrize("num_tokens", OP_TOKENS)
@@ -301,6 +308,79 @@ def test_dense_weights_by_the_copy_engine(sizes: tuple[int, int, int, int]) -> N
     ids, weights = ids_like(23, need.top_k, need.num_experts, "any"), torch.rand(23, need.top_k, device=DEVICE)
     truth = truth_of(x, ids, weights, (up_truth[0], up_truth[1]), (down_truth[0], down_truth[1]), SWIGLU, None)
     assert error(experts(x, Routing(ids, weights)), truth) < BOUND
+
+
+# ---- widened MXFP4 --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 32), (3, 66, 96), (2, 70, 160), (2, 64, 384)], ids=str)
+def test_widening_is_exact(sizes: tuple[int, int, int]) -> None:
+    """Rows and columns that no tile divides; what lies behind in the buffer stays."""
+    matrix, truth, _ = matrix_and_truth("mxfp4", *sizes, True, True)
+    scratch = torch.full((num_values(matrix) + 7,), 5.0, dtype=KIND, device=DEVICE)
+    wide = widen(matrix, scratch, HOPPER)
+    assert wide.format == "dense" and wide.scale is None and wide.bias is matrix.bias
+    assert torch.equal(wide.weight.double(), truth)
+    assert wide.weight.data_ptr() == scratch.data_ptr()
+    assert (scratch[num_values(matrix) :] == 5).all()
+
+
+def wide_plan(block_m: int, tma: bool) -> ExpertPlan:
+    up, down = GroupedTile(64, 64, 1, 3, 4, 2, tma=tma), GroupedTile(64, 32, 2, 3, 4)
+    return ExpertPlan(NO_LIMIT, False, block_m, up, down, widen=True)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "how", "tma"), [(0, "any", True), (1, "any", False), (40, "one", False), (33, "few", True)]
+)
+def test_widened_experts(num_tokens: int, how: str, tma: bool, poisoned: None) -> None:
+    """Two layers in turn over one buffer, against plain torch."""
+    if tma and ON_GPU and not HOPPER:
+        pytest.skip("the copy engine came with Hopper")
+    need = need_of("mxfp4", 5, 2, 96, 160, True, CLAMPED)
+    ours = kernels()
+    layers = [layer("mxfp4", need, True, ours) for _ in range(2)]
+    ids, weights = ids_like(num_tokens, 2, 5, how), torch.rand(num_tokens, 2, device=DEVICE)
+    x = torch.randn(num_tokens, 96, device=DEVICE).to(KIND)
+    for place in (0, 1):
+        experts, up_truth, down_truth = layers[place]
+        experts.plans = (wide_plan(32, tma),)
+        pairs = (up_truth[0], up_truth[1]), (down_truth[0], down_truth[1])
+        truth = truth_of(x, ids, weights, *pairs, CLAMPED, x)
+        assert error(experts(x, Routing(ids, weights), x.clone()), truth) < BOUND
+
+
+def test_layers_of_a_size_share_a_buffer() -> None:
+    scratch = WideScratch()
+    assert not scratch.has(64, KIND)
+    one = scratch.get(64, KIND, DEVICE)
+    assert scratch.has(64, KIND) and scratch.get(64, KIND, DEVICE) is one
+    larger = scratch.get(96, KIND, DEVICE)
+    assert larger.shape == (96,) and scratch.get(64, KIND, DEVICE) is one
+
+
+@pytest.mark.skipif(not ON_GPU, reason="graphs are recorded on a GPU")
+def test_a_recorded_graph_does_not_own_the_buffer() -> None:
+    """Before the first widened call a graph takes the other plan, after it the widened one; both give the truth."""
+    need = need_of("mxfp4", 5, 2, 96, 160, True, CLAMPED)
+    experts, up_truth, down_truth = layer("mxfp4", need, True)
+    tile = GroupedTile(64, 128, 1, 3, 4)
+    experts.plans = (ExpertPlan(8, False, 16, tile, tile), wide_plan(32, HOPPER))
+    x = torch.randn(40, 96, device=DEVICE).to(KIND)
+    routing = Routing(ids_like(40, 2, 5, "any"), torch.rand(40, 2, device=DEVICE))
+    pairs = (up_truth[0], up_truth[1]), (down_truth[0], down_truth[1])
+    truth = truth_of(x, routing.expert_ids, routing.weights, *pairs, CLAMPED, None)
+    experts.plans, both = experts.plans[:1], experts.plans
+    experts(x, routing)  # compiles
+    experts.plans = both
+    for has_buffer in (False, True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = experts(x, routing)
+        assert experts.scratch.has(num_values(experts.gate_up), KIND) == has_buffer
+        graph.replay()
+        assert error(out, truth) < BOUND
+        experts(x, routing)
 
 
 @pytest.mark.parametrize("num_tokens", [20, 40])

@@ -28,6 +28,7 @@ from tokenspeed.kernels.triton import moe_experts
 from tokenspeed.kernels.triton.moe_align import Grouping, group_pairs
 from tokenspeed.kernels.triton.moe_experts import TritonExpertKernels, TritonExperts
 from tokenspeed.kernels.triton.moe_grouped import (
+    ExpertMatrix,
     GroupedTile,
     grouped_down,
     grouped_gate_up,
@@ -42,6 +43,7 @@ from tokenspeed.kernels.triton.moe_plans import (
     read_table,
     table_name,
 )
+from tokenspeed.kernels.triton.moe_widen import num_values, widen
 from tokenspeed.moe.interface import ExpertFormat, MoeNeed, Routing
 from tokenspeed.protocol.errors import ConfigError
 
@@ -51,6 +53,8 @@ NUM_LAYERS = 4
 CALLS = 8
 """In a graph."""
 WIDE_PARTS_TOKENS = 256
+WIDEN_TOKENS = 1024
+"""From here on MXFP4 is also tried widened first: below, that alone takes longer than the products."""
 MAX_ERROR = 1e-2
 
 
@@ -58,13 +62,22 @@ MAX_ERROR = 1e-2
 class Timed:
     """One tile of one matrix at a number of tokens."""
 
-    tokens: int
-    matrix: str
-    block_m: int
     tile: GroupedTile
     time_us: float
     gb_per_s: float
     tflop_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Tokens and their experts, of every call in a graph. `widened`: MXFP4 by way of `moe_widen`."""
+
+    count: int
+    block_m: int
+    widened: bool
+    x: list[torch.Tensor]
+    routings: list[Routing]
+    groupings: list[Grouping]
 
 
 def tile_candidates(format: ExpertFormat, block_m: int, is_up: bool) -> Iterator[GroupedTile]:
@@ -73,12 +86,12 @@ def tile_candidates(format: ExpertFormat, block_m: int, is_up: bool) -> Iterator
         yield from _small_tiles(format, is_up)
         return
     middle = {
-        "mxfp4": [(128, 128, 3, 4), (128, 128, 4, 4), (256, 128, 3, 8), (256, 128, 2, 8), (128, 128, 3, 8)],
+        "mxfp4": [(128, 128, 3, 4), (128, 128, 4, 8), (256, 128, 3, 8)],
         "dense": [(128, 64, 4, 4), (256, 64, 3, 8), (256, 64, 4, 8), (128, 128, 3, 4), (128, 64, 3, 8)],
         "fp8_block": [(128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 3, 4)],
     }
     large = {
-        "mxfp4": [(256, 128, 3, 8), (256, 128, 2, 8), (128, 128, 3, 8)],
+        "mxfp4": [(256, 128, 3, 8), (128, 128, 4, 8)],
         "dense": [(256, 64, 4, 8), (256, 64, 3, 8), (128, 64, 4, 8), (128, 64, 3, 4)],
         "fp8_block": [(128, 128, 3, 8), (128, 128, 2, 8)],
     }
@@ -88,31 +101,49 @@ def tile_candidates(format: ExpertFormat, block_m: int, is_up: bool) -> Iterator
     if format == "dense":
         for block_n, warps in ((256, 8), (128, 8)) if block_m == 128 else ((256, 8), (128, 4)):
             yield GroupedTile(block_n, 64, 1, 4, warps, 8, tma=True)
-    if format == "mxfp4" and block_m == 128:
-        yield GroupedTile(256, 128, 1, 3, 8, 8, "dots")
 
 
 def _small_tiles(format: ExpertFormat, is_up: bool) -> Iterator[GroupedTile]:
     sizes = {
         "mxfp4": [
-            *((64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 3, 4), (128, 128, 4, 4), (128, 128, 6, 4)),
-            *((256, 128, 3, 8), (128, 128, 4, 8)),
+            *((128, 128, 4, 4), (64, 128, 6, 4), (64, 128, 4, 4), (64, 128, 8, 4), (128, 128, 3, 4)),
+            *((128, 128, 6, 4), (128, 128, 4, 8), (256, 128, 3, 8)),
         ],
-        "dense": [(64, 64, 6, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 6, 4), (128, 128, 3, 4), (64, 128, 3, 4)],
-        "fp8_block": [(64, 128, 4, 4), (128, 128, 3, 4), (128, 128, 4, 4), (128, 128, 4, 8)],
+        "dense": [(128, 64, 6, 4), (64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 6, 4), (128, 128, 3, 4), (64, 128, 3, 4)],
+        "fp8_block": [(128, 128, 4, 8), (128, 128, 3, 4), (128, 128, 4, 4), (64, 128, 4, 4)],
     }
-    for block_n, block_k, stages, warps in sizes[format]:
-        yield GroupedTile(block_n, block_k, 1, stages, warps)
-    best = sizes[format][3]
-    yield GroupedTile(best[0], best[1], 1, best[2], best[3], 2)
-    if format == "mxfp4":
-        yield GroupedTile(128, 128, 1, 4, 4, 1, "dots")
+    tiles = [GroupedTile(block_n, block_k, 1, stages, warps) for block_n, block_k, stages, warps in sizes[format]]
+    yield from tiles
     if format == "dense":
         for block_n, block_k, stages in ((64, 128, 4), (128, 64, 4), (128, 64, 6)):
             yield GroupedTile(block_n, block_k, 1, stages, 4, tma=True)
+    if format == "mxfp4":
+        if is_up:
+            yield GroupedTile(32, 128, 1, 6, 4)
+            return
+        # Few rows leave SMs without work.
+        for tile in tiles[:2]:
+            yield replace(tile, split_k=2)
+            yield replace(tile, split_k=4)
+        return
+    yield replace(tiles[0], group_m=2)
     if not is_up:
-        yield GroupedTile(best[0], best[1], 1, best[2], best[3], 1, "join", 4)
-        yield GroupedTile(best[0], best[1], 2, best[2], best[3], 1)
+        yield replace(tiles[0], prefetch_lines=4)
+        yield replace(tiles[0], split_k=2)
+
+
+def widened_candidates(block_m: int) -> Iterator[GroupedTile]:
+    """Tiles for MXFP4 that is widened first: the fastest of dense ones in large prompts, and the copy engine."""
+    if block_m < 128:
+        yield GroupedTile(256, 64, 1, 4, 8, 8)
+        yield GroupedTile(128, 64, 1, 4, 4, 8)
+        yield GroupedTile(256, 64, 1, 4, 8, 8, tma=True)
+        yield GroupedTile(128, 64, 1, 4, 4, 8, tma=True)
+        return
+    for group_m in (8, 16):
+        yield GroupedTile(256, 64, 1, 4, 8, group_m)
+        yield GroupedTile(256, 64, 1, 4, 8, group_m, tma=True)
+    yield GroupedTile(128, 64, 1, 4, 8, 8, tma=True)
 
 
 def block_ms(shape: ExpertShape, num_tokens: int) -> tuple[int, ...]:
@@ -132,13 +163,13 @@ def compile_all(needs: list[MoeNeed], tokens: tuple[int, ...], num_workers: int 
 
     The workers only ask which GPU it is."""
     jobs = {
-        (need, block_m, tile, is_up)
+        (form, block_m, tile, is_up, form.dtype if is_up else _parts_dtype(need, count))
         for need in needs
-        for shape in (ExpertShape.of(need),)
         for count in tokens
-        for block_m in block_ms(shape, count)
+        for block_m in block_ms(ExpertShape.of(need), count)
         for is_up in (True, False)
-        for tile in tile_candidates(shape.format, block_m, is_up)
+        for form, tiles in _candidates(need, count, block_m, is_up)
+        for tile in tiles
     }
     context = multiprocessing.get_context("spawn")
     workers = num_workers or max(1, (os.cpu_count() or 2) - 1)
@@ -147,10 +178,22 @@ def compile_all(needs: list[MoeNeed], tokens: tuple[int, ...], num_workers: int 
         return len([one for one in done if one.result() is None])
 
 
-def _compile(need: MoeNeed, block_m: int, tile: GroupedTile, is_up: bool) -> str | None:
+def _candidates(
+    need: MoeNeed, count: int, block_m: int, is_up: bool
+) -> Iterator[tuple[MoeNeed, Iterator[GroupedTile]]]:
+    """Tiles with the layer as the kernel sees it."""
+    yield need, tile_candidates(need.format, block_m, is_up)
+    if need.format == "mxfp4" and count >= WIDEN_TOKENS:
+        yield replace(need, format="dense"), widened_candidates(block_m)
+
+
+def _parts_dtype(need: MoeNeed, count: int) -> torch.dtype:
+    return torch.float32 if count <= WIDE_PARTS_TOKENS else need.dtype
+
+
+def _compile(need: MoeNeed, block_m: int, tile: GroupedTile, is_up: bool, out_dtype: torch.dtype) -> str | None:
     try:
-        for kind in (need.dtype,) if is_up else (torch.float32, need.dtype):
-            warm_up_grouped(need, block_m, tile, is_up, kind)
+        warm_up_grouped(need, block_m, tile, is_up, out_dtype)
     except Exception as error:  # a tile that does not compile is not a candidate
         return f"{type(error).__name__}: {error}"
     return None
@@ -194,70 +237,93 @@ class ExpertTuner:
     def _tune_count(self, count: int) -> ExpertPlan | None:
         routings = [random_routing(self._need, count, self._device) for _ in range(CALLS)]
         x = [torch.randn(count, self._need.hidden_size, device=self._device).to(self._need.dtype) for _ in routings]
-        kind = torch.float32 if count <= WIDE_PARTS_TOKENS else self._need.dtype
         best: tuple[float, ExpertPlan] | None = None
-        for block_m in block_ms(self._shape, count):
-            groupings = [group_pairs(one.expert_ids, self._need.num_experts, block_m) for one in routings]
-            ups = self._time_up(x, routings, groupings, count, block_m)
-            downs = self._time_down(x, routings, groupings, count, block_m, kind)
-            if ups is not None and downs is not None:
-                plan = ExpertPlan(count, False, block_m, ups.tile, downs.tile, kind == torch.float32)
-                time_us = self._time_plan(x, routings, plan)
-                self._log(f"{count} tokens, block_m {block_m}: {time_us:.1f} us for the whole op")
-                if best is None or time_us < best[0]:
-                    best = time_us, plan
-        if count <= MAX_GEMV_TOKENS and self._need.format != "fp8_block":
-            plan = ExpertPlan(count, gemv=True)
+
+        def consider(plan: ExpertPlan, what: str) -> None:
+            nonlocal best
             time_us = self._time_plan(x, routings, plan)
-            self._log(f"{count} tokens, gemv: {time_us:.1f} us for the whole op")
+            self._log(f"{count} tokens, {what}: {time_us:.1f} us for the whole op")
             if best is None or time_us < best[0]:
                 best = time_us, plan
-        return None if best is None else best[1]
+
+        for block_m in block_ms(self._shape, count):
+            groupings = [group_pairs(one.expert_ids, self._need.num_experts, block_m) for one in routings]
+            for widened in (False, True) if self._may_widen(count) else (False,):
+                inputs = Inputs(count, block_m, widened, x, routings, groupings)
+                ups, downs = self._time_up(inputs), self._time_down(inputs)
+                if ups is not None and downs is not None:
+                    is_wide = _parts_dtype(self._need, count) == torch.float32
+                    plan = ExpertPlan(count, False, block_m, ups.tile, downs.tile, is_wide, widened)
+                    consider(plan, f"block_m {block_m}{' widened' if widened else ''}")
+        if count <= MAX_GEMV_TOKENS and self._need.format != "fp8_block":
+            consider(ExpertPlan(count, gemv=True), "gemv")
+        if best is None:
+            return None
+        self._log(f"{count} tokens, winner: {best[0]:.1f} us for the whole op, {best[1]}")
+        return best[1]
+
+    def _may_widen(self, count: int) -> bool:
+        return self._shape.format == "mxfp4" and count >= WIDEN_TOKENS
 
     def _layer(self, call: int) -> ExpertLayer:
         return self._layers[call % len(self._layers)]
 
-    def _time_up(
-        self, x: list[torch.Tensor], routings: list[Routing], groupings: list[Grouping], count: int, block_m: int
-    ) -> Timed | None:
-        truth = self._layer(0).hidden_truth(x[0], routings[0], groupings[0], self._need)
+    def _tiles(self, inputs: Inputs, is_up: bool) -> Iterator[GroupedTile]:
+        if inputs.widened:
+            return widened_candidates(inputs.block_m)
+        return tile_candidates(self._shape.format, inputs.block_m, is_up)
+
+    def _matrices(self, inputs: Inputs, is_up: bool) -> list[ExpertMatrix]:
+        """One for each call; widened ones are all of the first layer, far larger than what a GPU caches."""
+        layers = [self._layer(i) for i in range(len(inputs.x))]
+        matrices = [layer.gate_up if is_up else layer.down for layer in layers]
+        if not inputs.widened:
+            return matrices
+        scratch = torch.empty(num_values(matrices[0]), dtype=self._need.dtype, device=self._device)
+        time_us = self._graph_us(lambda i: widen(matrices[i], scratch, hopper=True).weight)
+        moved = num_values(matrices[0]) * (17 / 32 + self._need.dtype.itemsize)
+        self._log(f"{inputs.count} tokens, widening: {time_us:.1f} us, {moved / time_us / 1e3:.0f} GB/s")
+        return [widen(matrices[0], scratch, hopper=True)] * len(matrices)
+
+    def _time_up(self, inputs: Inputs) -> Timed | None:
+        routings, groupings = inputs.routings, inputs.groupings
+        truth = self._layer(0).hidden_truth(inputs.x[0], routings[0], groupings[0], self._need)
         activation, top_k = self._need.activation, self._need.top_k
+        matrices = self._matrices(inputs, True)
         best: Timed | None = None
-        for tile in tile_candidates(self._shape.format, block_m, True):
+        for tile in self._tiles(inputs, True):
 
             def call(i: int, tile: GroupedTile = tile) -> torch.Tensor:
-                return grouped_gate_up(x[i], self._layer(i).gate_up, groupings[i], top_k, activation, tile)
+                return grouped_gate_up(inputs.x[i], matrices[i], groupings[i], top_k, activation, tile)
 
-            best = self._best(best, "gate_up", call, truth, routings, count, block_m, tile)
+            best = self._best(best, "gate_up", call, truth, inputs, tile)
         return best
 
-    def _time_down(
-        self, x: list[torch.Tensor], routings: list[Routing], groupings: list[Grouping], count: int, block_m: int,
-        kind: torch.dtype,
-    ) -> Timed | None:  # fmt: skip
+    def _time_down(self, inputs: Inputs) -> Timed | None:
+        routings, groupings = inputs.routings, inputs.groupings
+        kind, width = _parts_dtype(self._need, inputs.count), self._need.intermediate_size
         h = [
-            torch.randn(groupings[i].pairs.shape[0], self._need.intermediate_size, device=self._device).to(
-                self._need.dtype
-            )
-            for i in range(len(x))
-        ]
+            torch.randn(one.pairs.shape[0], width, device=self._device).to(self._need.dtype) for one in groupings
+        ]  # fmt: skip
         truth = self._layer(0).part_truth(h[0], routings[0], groupings[0])
+        matrices = self._matrices(inputs, False)
         best: Timed | None = None
-        for tile in tile_candidates(self._shape.format, block_m, False):
+        for tile in self._tiles(inputs, False):
 
             def call(i: int, tile: GroupedTile = tile) -> torch.Tensor:
-                return grouped_down(h[i], self._layer(i).down, groupings[i], routings[i].weights, kind, tile)
+                return grouped_down(h[i], matrices[i], groupings[i], routings[i].weights, kind, tile)
 
-            best = self._best(best, "down", call, truth, routings, count, block_m, tile)
+            best = self._best(best, "down", call, truth, inputs, tile)
         return best
 
     def _best(
         self, best: Timed | None, matrix: str, call: Callable[[int], torch.Tensor], truth: torch.Tensor,
-        routings: list[Routing], count: int, block_m: int, tile: GroupedTile,
+        inputs: Inputs, tile: GroupedTile,
     ) -> Timed | None:  # fmt: skip
         if time.monotonic() > self._deadline:
             return best
-        what = f"{count} tokens, {matrix}, block_m {block_m}, {tile}"
+        widened = " widened" if inputs.widened else ""
+        what = f"{inputs.count} tokens, {matrix}{widened}, block_m {inputs.block_m}, {tile}"
         try:
             out = call(0)
             out = out.float().sum(0) if matrix == "down" else out.float()
@@ -269,17 +335,19 @@ class ExpertTuner:
         except Exception as error:  # does not compile or fit here
             self._log(f"FAILED {what}: {type(error).__name__} {str(error)[:120]}")
             return best
-        num_bytes, flop = self._work(matrix, routings)
-        timed = Timed(count, matrix, block_m, tile, time_us, num_bytes / time_us / 1e3, flop / time_us / 1e6)
+        num_bytes, flop = self._work(matrix, inputs)
+        timed = Timed(tile, time_us, num_bytes / time_us / 1e3, flop / time_us / 1e6)
         self._log(f"{what}: {time_us:.1f} us, {timed.gb_per_s:.0f} GB/s, {timed.tflop_per_s:.1f} TFLOP/s")
         return timed if best is None or time_us < best.time_us else best
 
-    def _work(self, matrix: str, routings: list[Routing]) -> tuple[float, float]:
+    def _work(self, matrix: str, inputs: Inputs) -> tuple[float, float]:
         """Bytes of the distinct experts' weights, and operations, of a call on average."""
         elements = self._need.hidden_size * self._need.intermediate_size * (2 if matrix == "gate_up" else 1)
+        routings = inputs.routings
         distinct = sum(int((one.expert_ids.flatten().bincount() > 0).sum()) for one in routings) / len(routings)
-        per_value = {"dense": float(self._need.dtype.itemsize), "mxfp4": 17 / 32, "fp8_block": 1.0}[self._shape.format]
-        return distinct * elements * per_value, 2.0 * elements * routings[0].expert_ids.numel()
+        per_value = {"dense": float(self._need.dtype.itemsize), "mxfp4": 17 / 32, "fp8_block": 1.0}
+        each = per_value["dense" if inputs.widened else self._shape.format]
+        return distinct * elements * each, 2.0 * elements * routings[0].expert_ids.numel()
 
     def _time_plan(self, x: list[torch.Tensor], routings: list[Routing], plan: ExpertPlan) -> float:
         def call(i: int) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """The op `experts` by our Triton kernels: packs a layer's weights once, then chooses kernels by the number of tokens.
 
-A few tokens go through `moe_gemv`, all others through `moe_align` and `moe_grouped`; `moe_plans` says which and with
-what tiles. Scratch comes from torch's allocator in each call, which a recorded graph keeps for itself.
+A few tokens go through `moe_gemv`, all others through `moe_align` and `moe_grouped`, MXFP4 in large prompts by way of
+`moe_widen`; `moe_plans` says which and with what tiles. Scratch comes from torch's allocator in each call, which a
+recorded graph keeps for itself; but widened weights have a buffer that all layers share, which the first such call
+makes: the sizing run at the start.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from tokenspeed.kernels.triton.moe_plans import (
     heuristic_plans,
     load_table,
 )
+from tokenspeed.kernels.triton.moe_widen import WideScratch, num_values, widen
 from tokenspeed.moe.interface import Activation, ExpertWeights, MoeNeed, Routing
 
 logger = logging.getLogger(__name__)
@@ -43,11 +46,13 @@ class TritonExperts:
         down: ExpertMatrix,
         gemv: PackedExperts | None,
         workspace: Workspace,
+        scratch: WideScratch,
         need: MoeNeed,
         plans: tuple[ExpertPlan, ...],
         hopper: bool,
     ) -> None:
         self.gate_up, self.down = gate_up, down
+        self.scratch = scratch
         self._gemv, self._workspace = gemv, workspace
         self._num_experts, self._activation = need.num_experts, need.activation
         self.plans = plans
@@ -58,7 +63,7 @@ class TritonExperts:
         num_tokens = x.shape[0]
         if num_tokens == 0:
             return x.new_empty(x.shape) if residual is None else residual
-        plan = choose(self.plans, num_tokens)
+        plan = self._plan(num_tokens, x)
         x = x.contiguous()
         if plan.gemv and self._gemv is not None:
             h = gemv_gate_up(x, routing.expert_ids, self._gemv, self._activation, pdl=self._hopper)
@@ -67,9 +72,23 @@ class TritonExperts:
                 h, routing.expert_ids, routing.weights, self._gemv, out, self._workspace, residual is not None,
                 pdl=self._hopper,
             )  # fmt: skip
+        scratch = None
+        if plan.widen:
+            # Of gate and up, which are the larger ones.
+            scratch = self.scratch.get(num_values(self.gate_up), x.dtype, x.device)
         return run_grouped(
-            x, routing, self.gate_up, self.down, self._num_experts, self._activation, plan, residual, self._hopper
-        )
+            x, routing, self.gate_up, self.down, self._num_experts, self._activation, plan, residual, self._hopper,
+            scratch,
+        )  # fmt: skip
+
+    def _plan(self, num_tokens: int, x: torch.Tensor) -> ExpertPlan:
+        """A graph that is being recorded must not own the buffer that every layer uses after it."""
+        plan = choose(self.plans, num_tokens)
+        if plan.widen and x.is_cuda and torch.cuda.is_current_stream_capturing():
+            others = tuple(other for other in self.plans if not other.widen)
+            if others and not self.scratch.has(num_values(self.gate_up), x.dtype):
+                return choose(others, num_tokens)
+        return plan
 
 
 def run_grouped(
@@ -82,11 +101,21 @@ def run_grouped(
     plan: ExpertPlan,
     residual: torch.Tensor | None,
     hopper: bool,
+    scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The four steps of the grouped kernels for T >= 1 tokens; see `Experts.__call__`. `hopper`: see `moe_grouped`."""
+    """The four steps of the grouped kernels for T >= 1 tokens; see `Experts.__call__`.
+
+    Args:
+        hopper: see `moe_grouped`.
+        scratch: for a plan that widens: at least as many values as `gate_up` and as `down` has, in x's dtype.
+    """
     num_tokens, top_k = routing.expert_ids.shape
     grouping = group_pairs(routing.expert_ids, num_experts, plan.block_m, hopper)
+    if scratch is not None:
+        gate_up = widen(gate_up, scratch, hopper)
     h = grouped_gate_up(x, gate_up, grouping, top_k, activation, plan.gate_up, hopper)
+    if scratch is not None:
+        down = widen(down, scratch, hopper)
     kind = torch.float32 if plan.wide_parts else x.dtype
     parts = grouped_down(h, down, grouping, routing.weights, kind, plan.down, hopper)
     return combine(parts, num_tokens, top_k, residual, x.dtype, hopper)
@@ -105,7 +134,7 @@ class TritonExpertKernels:
         self, device: torch.device, hopper: bool, table: ExpertTable | None, shared_bytes: int, gpu: str
     ) -> None:
         self._hopper, self._table, self._shared_bytes, self._gpu = hopper, table, shared_bytes, gpu
-        self._workspace = make_workspace(device)
+        self._workspace, self._scratch = make_workspace(device), WideScratch()
         self._told: set[ExpertShape] = set()
 
     def why_not(self, need: MoeNeed) -> str | None:
@@ -147,7 +176,7 @@ class TritonExpertKernels:
                     "dense", up_weight, low_weight, None, None, weights.gate_up_bias, weights.down_bias
                 )  # fmt: skip
         plans = self._plans(need, gemv is not None)
-        return TritonExperts(gate_up, down, gemv, self._workspace, need, plans, self._hopper)
+        return TritonExperts(gate_up, down, gemv, self._workspace, self._scratch, need, plans, self._hopper)
 
     def _plans(self, need: MoeNeed, has_gemv: bool) -> tuple[ExpertPlan, ...]:
         shape = ExpertShape.of(need)

@@ -16,7 +16,6 @@ launch, and packed instructions widen weights; elsewhere plain arithmetic does.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 import triton
@@ -25,79 +24,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenspeed.kernels.triton.moe_align import Grouping
-from tokenspeed.kernels.triton.moe_mxfp4 import Mxfp4Weight
+from tokenspeed.kernels.triton.moe_mxfp4 import Mxfp4Weight, mxfp4_slots
 from tokenspeed.kernels.triton.prefetch import prefetch_l2
 from tokenspeed.moe.interface import Activation, ExpertFormat, MoeNeed
 
 SCALE_BLOCK = tl.constexpr(128)
 """Rows and columns of e4m3 weights that share a scale; columns whose MXFP4 scales lie together."""
-
-Decode = Literal["join", "dots"]
-"""How MXFP4 reaches the tensor cores: four slots put together to one operand, or one product for each slot."""
-
-
-@triton.jit
-def _decode_ptx(halves, factors):
-    """int16 halves [N, C] of four E2M1 values, factors bfloat16 [N, C] -> the values of slots 0 to 3, bfloat16 [N, C].
-
-    Two halves an instruction; see `moe_mxfp4`."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 t, a, b, c, d;
-        and.b32 a, $4, 0x81C081C0;
-        shl.b32 t, $4, 3;
-        and.b32 b, t, 0x81C081C0;
-        shl.b32 t, $4, 6;
-        and.b32 c, t, 0x81C081C0;
-        shl.b32 t, $4, 1;
-        and.b32 d, t, 0x80008000;
-        shr.u32 t, $4, 3;
-        lop3.b32 d, t, 0x01800180, d, 0xEA;
-        shr.u32 t, $4, 7;
-        lop3.b32 d, t, 0x00400040, d, 0xEA;
-        mul.bf16x2 $0, a, $5;
-        mul.bf16x2 $1, b, $5;
-        mul.bf16x2 $2, c, $5;
-        mul.bf16x2 $3, d, $5;
-        }
-        """,
-        "=r,=r,=r,=r,r,r",
-        [halves, factors],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _factor(words, DTYPE: tl.constexpr):
-    """The power of two with the lowest byte as bfloat16's exponent; bfloat16 where DTYPE is that, else float32."""
-    if tl.bfloat16 == DTYPE:
-        factor = ((words & 255) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        factor = ((words & 255) << 23).to(tl.float32, bitcast=True)
-    return factor
-
-
-@triton.jit
-def _from_bits(bits, factors):
-    """Bits of a bfloat16 times a factor, in float32."""
-    return (bits << 16).to(tl.float32, bitcast=True) * factors.to(tl.float32)
-
-
-@triton.jit
-def _mxfp4_slots(halves, factors, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """halves int16 [N, C], factors [N, C] from `_factor` -> the values of slots 0 to 3, four times [N, C] in DTYPE."""
-    if PTX:
-        s0, s1, s2, s3 = _decode_ptx(halves, factors)
-    else:
-        w = halves.to(tl.int32)
-        s0 = _from_bits(w & 0x81C0, factors).to(DTYPE)
-        s1 = _from_bits((w << 3) & 0x81C0, factors).to(DTYPE)
-        s2 = _from_bits((w << 6) & 0x81C0, factors).to(DTYPE)
-        s3 = _from_bits(((w << 1) & 0x8000) | ((w >> 3) & 0x0180) | ((w >> 7) & 0x0040), factors).to(DTYPE)
-    return s0, s1, s2, s3
 
 
 @triton.jit
@@ -156,7 +88,7 @@ def _activate(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
 def _add_product(
     acc, w_ptr, w_row, scale_row, x_row, start,
     K: tl.constexpr, SCALE_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr, DECODE: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc + W[:, start : start + BLOCK_K] x[:, ...].T. Pointers to the first column: w_row [BLOCK_N, 1] (TMA: the
     first row's number in the descriptor w_ptr), x_row [1, BLOCK_M], scale_row [BLOCK_N]."""
@@ -172,30 +104,15 @@ def _add_product(
             halves = tl.load(
                 w_row + (start // 4 + inner)[None, :], mask=(start // 4 + inner < K // 4)[None, :], other=0
             )
-        # Only views and arithmetic between loads and product: then the compiler loads into the registers from which
-        # tensor cores take a matrix. An index (tl.arange) in between sends every value through shared memory.
-        words = tl.load(scale_row + start // 128 * SCALE_STRIDE)
-        even = tl.join(_factor(words, DTYPE), _factor(words >> 16, DTYPE))
-        odd = tl.join(_factor(words >> 8, DTYPE), _factor(words >> 24, DTYPE))
-        factors = tl.reshape(tl.join(even, odd), (BLOCK_N, 4, 1))
-        factors = tl.broadcast_to(factors, (BLOCK_N, 4, 8))
-        factors = tl.reshape(factors, (BLOCK_N, C))
-        s0, s1, s2, s3 = _mxfp4_slots(halves, factors, DTYPE, PTX)
-        if DECODE == "dots":
-            block_cols = start + inner // 8 * 32 + inner % 8
-            acc = tl.dot(s0, _load_x(x_row, block_cols, K, WHOLE), acc, input_precision=PRECISION)
-            acc = tl.dot(s1, _load_x(x_row, block_cols + 8, K, WHOLE), acc, input_precision=PRECISION)
-            acc = tl.dot(s2, _load_x(x_row, block_cols + 16, K, WHOLE), acc, input_precision=PRECISION)
-            acc = tl.dot(s3, _load_x(x_row, block_cols + 24, K, WHOLE), acc, input_precision=PRECISION)
-        else:
-            # Columns in the order slot, block, half, so that no value changes its thread; x in the same order.
-            slots = tl.join(tl.join(s0, s2), tl.join(s1, s3))
-            wide = tl.reshape(tl.permute(slots, (0, 2, 3, 1)), (BLOCK_N, BLOCK_K))
-            at = tl.arange(0, BLOCK_K)
-            joined_cols = start + tl.max_contiguous(tl.multiple_of(at % C // 8 * 32 + at // C * 8 + at % 8, 8), 8)
-            acc = tl.dot(wide, _load_x(x_row, joined_cols, K, WHOLE), acc, input_precision=PRECISION)
-            if PTX:
-                acc = _finish(acc)
+        # One product for each slot, so that no value changes its thread; x comes in the same order.
+        s0, s1, s2, s3 = mxfp4_slots(halves, tl.load(scale_row + start // 128 * SCALE_STRIDE), DTYPE, PTX)
+        block_cols = start + inner // 8 * 32 + inner % 8
+        acc = tl.dot(s0, _load_x(x_row, block_cols, K, WHOLE), acc, input_precision=PRECISION)
+        acc = tl.dot(s1, _load_x(x_row, block_cols + 8, K, WHOLE), acc, input_precision=PRECISION)
+        acc = tl.dot(s2, _load_x(x_row, block_cols + 16, K, WHOLE), acc, input_precision=PRECISION)
+        acc = tl.dot(s3, _load_x(x_row, block_cols + 24, K, WHOLE), acc, input_precision=PRECISION)
+        if PTX:
+            acc = _finish(acc)
     else:
         if TMA:
             w = w_ptr.load([w_row, start])
@@ -247,7 +164,6 @@ def _grouped_kernel(
     ALPHA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     FORMAT: tl.constexpr,
-    DECODE: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -324,7 +240,7 @@ def _grouped_kernel(
     for start in tl.range(start_k, min(start_k + SPAN, K), BLOCK_K, num_stages=STAGES):
         acc = _add_product(
             acc, w_ptr, w_row, scale_row, x_row, start,
-            K, SCALE_STRIDE, BLOCK_N, BLOCK_K, FORMAT, DECODE, TMA, PTX, PRECISION,
+            K, SCALE_STRIDE, BLOCK_N, BLOCK_K, FORMAT, TMA, PTX, PRECISION,
         )  # fmt: skip
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * N + rows, mask=rows < tl.where(split == 0, N, 0), other=0.0)
@@ -384,7 +300,6 @@ class GroupedTile:
     stages: int = 4
     num_warps: int = 4
     group_m: int = 1
-    decode: Decode = "join"
     prefetch_lines: int = 0
     tma: bool = False
 
@@ -493,7 +408,6 @@ def grouped_constants(
         "ALPHA": activation.alpha if activation is not None and activation.limit is not None else 1.0,
         "HAS_BIAS": matrix.bias is not None,
         "FORMAT": matrix.format,
-        "DECODE": tile.decode,
         "TMA": tile.tma,
         "PTX": is_ptx,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",

@@ -25,6 +25,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch.nn import functional
 
 from tokenspeed.protocol.errors import CheckpointError
@@ -89,3 +91,78 @@ def _checked_scales(codes: torch.Tensor, scales: torch.Tensor, what: str) -> tor
             f"(2^{MAX_SCALE - 127}); serve it with another --moe-backend"
         )
     return torch.where(is_zero, torch.zeros_like(scales), scales)
+
+
+@triton.jit
+def _decode_ptx(halves, factors):
+    """int16 halves [N, C] of four E2M1 values, factors bfloat16 [N, C] -> the values of slots 0 to 3, bfloat16 [N, C].
+
+    Two halves an instruction; see the module."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 t, a, b, c, d;
+        and.b32 a, $4, 0x81C081C0;
+        shl.b32 t, $4, 3;
+        and.b32 b, t, 0x81C081C0;
+        shl.b32 t, $4, 6;
+        and.b32 c, t, 0x81C081C0;
+        shl.b32 t, $4, 1;
+        and.b32 d, t, 0x80008000;
+        shr.u32 t, $4, 3;
+        lop3.b32 d, t, 0x01800180, d, 0xEA;
+        shr.u32 t, $4, 7;
+        lop3.b32 d, t, 0x00400040, d, 0xEA;
+        mul.bf16x2 $0, a, $5;
+        mul.bf16x2 $1, b, $5;
+        mul.bf16x2 $2, c, $5;
+        mul.bf16x2 $3, d, $5;
+        }
+        """,
+        "=r,=r,=r,=r,r,r",
+        [halves, factors],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _factor(words, DTYPE: tl.constexpr):
+    """The power of two with the lowest byte as bfloat16's exponent; bfloat16 where DTYPE is that, else float32."""
+    if tl.bfloat16 == DTYPE:
+        factor = ((words & 255) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        factor = ((words & 255) << 23).to(tl.float32, bitcast=True)
+    return factor
+
+
+@triton.jit
+def _from_bits(bits, factors):
+    """Bits of a bfloat16 times a factor, in float32."""
+    return (bits << 16).to(tl.float32, bitcast=True) * factors.to(tl.float32)
+
+
+@triton.jit
+def mxfp4_slots(halves, words, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """128 columns: halves int16 [N, 32], scale words int32 [N] -> the values of slots 0 to 3, each [N, 32] in DTYPE.
+
+    Only views and arithmetic: then the compiler loads into the registers from which tensor cores take a matrix. An
+    index (tl.arange) in between sends every value through shared memory.
+
+    PTX: DTYPE is bfloat16 and the GPU has packed instructions for it.
+    """
+    N: tl.constexpr = halves.shape[0]
+    even = tl.join(_factor(words, DTYPE), _factor(words >> 16, DTYPE))
+    odd = tl.join(_factor(words >> 8, DTYPE), _factor(words >> 24, DTYPE))
+    factors = tl.reshape(tl.join(even, odd), (N, 4, 1))
+    factors = tl.reshape(tl.broadcast_to(factors, (N, 4, 8)), (N, 32))
+    if PTX:
+        s0, s1, s2, s3 = _decode_ptx(halves, factors)
+    else:
+        w = halves.to(tl.int32)
+        s0 = _from_bits(w & 0x81C0, factors).to(DTYPE)
+        s1 = _from_bits((w << 3) & 0x81C0, factors).to(DTYPE)
+        s2 = _from_bits((w << 6) & 0x81C0, factors).to(DTYPE)
+        s3 = _from_bits(((w << 1) & 0x8000) | ((w >> 3) & 0x0180) | ((w >> 7) & 0x0040), factors).to(DTYPE)
+    return s0, s1, s2, s3

@@ -41,6 +41,7 @@ class ExpertPlan:
     """Up to `max_tokens`: the kernels of `moe_gemv`, or pairs in tiles of `block_m` with a tile for each matrix.
 
     wide_parts: what experts give is kept in float32 until it is summed, not in the model's dtype.
+    widen: MXFP4 matrices are widened first, by `moe_widen`, and the tiles are for dense ones.
     """
 
     max_tokens: int
@@ -49,6 +50,7 @@ class ExpertPlan:
     gate_up: GroupedTile = DEFAULT_TILE
     down: GroupedTile = DEFAULT_TILE
     wide_parts: bool = True
+    widen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
