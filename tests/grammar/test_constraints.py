@@ -107,6 +107,46 @@ def test_the_output_cannot_end_before_the_constraint_has_started(compiler: Gramm
     assert may(constraints, 0) == set(range(VOCAB)) - {EOS, ord("s")}
 
 
+@pytest.mark.parametrize("budget", [None, ThinkingBudget(9, tuple(b"</"), tuple(b".:</"), ord("."))])
+def test_a_bridge_leads_to_the_constraint(compiler: GrammarCompiler, budget: ThinkingBudget | None):
+    """The bug: gpt-oss went from its reasoning to a channel that the constraint did not wait for, and obeyed nothing."""
+    grammar = msgspec.structs.replace(spec("ab", starts_after=tuple(b"</")), bridge=tuple(b".:</"), withheld=(EOS,))
+    _keep = compiler.submit(spec("ab")).result(60)
+    constraints = Constraints(compiler, VOCAB)
+    constraints.admit(admission(0, grammar, thinking=budget))
+    for token_id in b"free.":
+        assert may(constraints, 0) == set(range(VOCAB)) - {EOS}
+        assert constraints.accept(0, token_id) is None
+    for token_id in b":</":
+        assert may(constraints, 0) == {token_id}
+        assert constraints.accept(0, token_id) is None
+    assert may(constraints, 0) == {ord("a")}
+    constraints.admit(admission(0, grammar, b"think.:", thinking=budget))
+    assert may(constraints, 0) == {ord("<")}, "preempted on the bridge"
+    if budget is not None:
+        constraints.admit(admission(0, grammar, b"reasoning", thinking=budget))
+        for token_id in b".:</a":
+            assert may(constraints, 0) == {token_id}
+            constraints.accept(0, token_id)
+
+
+def test_a_budget_is_for_reasoning_alone(compiler: GrammarCompiler):
+    """The bug: a gpt-oss that called a function behind its analysis wrote no final channel, so its budget went on
+    counting, and closed the reasoning in the middle of the call's arguments."""
+    constraints = Constraints(compiler, VOCAB)
+    budget = ThinkingBudget(4, tuple(b"</"), tuple(b".</"), ord("."))
+    constraints.admit(admission(0, None, b"th.", thinking=budget))
+    for token_id in b"call {}":
+        assert may(constraints, 0) is None
+        constraints.accept(0, token_id)
+    assert not constraints.holds(0)
+    constraints.admit(admission(0, None, b"long", thinking=budget))
+    for token_id in b".</":
+        assert may(constraints, 0) == {token_id}, "the mark that the budget wrote is not the model's"
+        constraints.accept(0, token_id)
+    assert not constraints.holds(0)
+
+
 @pytest.mark.parametrize("has_grammar", [False, True])
 def test_a_budget_closes_the_reasoning(compiler: GrammarCompiler, has_grammar: bool):
     """The bug: `thinking.budget_tokens` was taken and did nothing."""

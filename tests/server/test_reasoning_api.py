@@ -158,6 +158,29 @@ async def test_a_constraint_starts_behind_the_reasoning(
     assert request.grammar.starts_after == (None if marker is None else tuple(encode(marker, False, True)))
 
 
+async def test_harmony_has_one_way_from_the_reasoning_to_a_constraint():
+    """The bug: behind its analysis a model could write to another channel, or a longer header than the constraint
+    waited for: it never started, and what obeyed nothing was the answer."""
+    engine = ScriptedClient("Hm.<|end|><|start|>assistant<|channel|>final<|message|>{}", "<|start|>assistant")
+    await answer(engine, "gpt-oss", **CONSTRAINED)
+    await answer(engine, "qwen3", **CONSTRAINED)
+    encode = engine.tokenizer.encode
+    first, other = (request.grammar for request in engine.requests)
+    assert list(first.bridge) == encode("<|end|><|start|>assistant<|channel|>final<|message|>", False, True)
+    assert list(first.withheld) == encode("<|start|><|channel|><|return|><|call|>", False, True)
+    assert other.bridge == other.withheld == ()
+
+
+async def test_a_constrained_answer_without_reasoning_is_in_the_final_channel():
+    """The bug: with `enable_thinking` false the constraint held the header of the message, and the JSON was lost."""
+    engine = ScriptedClient('{"a": 1}', "<|start|>assistant")
+    fields = {**CONSTRAINED, "chat_template_kwargs": {"enable_thinking": False}}
+    one = of_choice((await answer(engine, "gpt-oss", **fields))["choices"][0])
+    assert one.content == '{"a": 1}'
+    prompt = engine.tokenizer.encode("<|start|>assistant<|channel|>final<|message|>", False, True)
+    assert engine.requests[0].prompt_token_ids == prompt and engine.requests[0].grammar.starts_after is None
+
+
 async def test_a_forced_call_behind_reasoning():
     tools = [{"type": "function", "function": {"name": "f"}}]
     engine = ScriptedClient('Hm.\n</think>\n\n[{"name": "f", "parameters": {"a": "</think>"}}]', "a<think>\n")
@@ -215,7 +238,8 @@ async def test_a_budget_of_thinking_reaches_the_engine(
         if ends is None or closing is None:
             assert request.sampling.thinking is None
         else:
-            wanted = ThinkingBudget(7, tuple(encode(ends, False, True)), tuple(encode(closing, False, True)))
+            over_at = engine.tokenizer.token_to_id("<|end|>") if parser == "gpt-oss" else None
+            wanted = ThinkingBudget(7, tuple(encode(ends, False, True)), tuple(encode(closing, False, True)), over_at)
             assert request.sampling.thinking == wanted
 
 

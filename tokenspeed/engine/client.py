@@ -216,8 +216,9 @@ class AsyncEngineClient:
         if grammar is None or grammar.starts_after is None:
             return grammar
         eos_token_ids = () if sampling.ignore_eos else self.model_config.eos_token_ids
-        ends = {*eos_token_ids, *sampling.stop_token_ids} - set(grammar.starts_after)
-        return msgspec.structs.replace(grammar, withheld=tuple(sorted(ends)))
+        withheld = {*grammar.withheld, *eos_token_ids, *sampling.stop_token_ids}
+        withheld -= set(grammar.bridge[:1] or grammar.starts_after)
+        return msgspec.structs.replace(grammar, withheld=tuple(sorted(withheld)))
 
     def _leave(self, live: _Live) -> None:
         """The iterator is over: by itself, or because its consumer left."""

@@ -24,13 +24,16 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             grammar in GBNF notation with the rule `root`, or structural tag as JSON.
         starts_after: the token ids that end the reasoning; the constraint starts behind their first occurrence in the
             output. None: it starts at once.
+        bridge: ids that lead from the reasoning to `starts_after`, which they end with: once the first has been
+            sampled, the others follow. (): the model writes `starts_after` by itself.
         withheld: token ids that may not come before that, or the output could end without having obeyed: whatever ends
-            a sequence. The engine's client fills them in.
+            a sequence, which the engine's client adds, and what leads out of the reasoning some other way.
         param: the request field it came from, for errors.
     """
 
     kind: GrammarKind
     text: str
     starts_after: tuple[int, ...] | None = None
+    bridge: tuple[int, ...] = ()
     withheld: tuple[int, ...] = ()
     param: str = "response_format"

@@ -19,11 +19,13 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
         num_tokens: output tokens after which the reasoning is closed, unless it has ended by itself.
         ends: the token ids that end it.
         closing: the ids that are written to close it; their end is `ends`.
+        over_at: an id at which it is over, too, whatever comes behind it.
     """
 
     num_tokens: int
     ends: tuple[int, ...]
     closing: tuple[int, ...]
+    over_at: int | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

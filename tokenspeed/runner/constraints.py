@@ -35,20 +35,25 @@ class _Reasoning:
     Fields:
         mask: what may be sampled meanwhile, [ceil(V / 32)]; None: anything.
         budget: tokens after which `closing` is forced, token by token; None: never.
+        bridge: see `GrammarSpec`.
         tail: the last sampled tokens.
-        num_closed: tokens of `closing` that have been sampled.
+        num_closed, num_bridged: tokens of `closing` and of `bridge` that have been sampled.
     """
 
     ends: tuple[int, ...]
     mask: NDArray[np.int32] | None
     budget: ThinkingBudget | None
+    bridge: tuple[int, ...] = ()
     tail: list[int] = field(default_factory=list)
     num_tokens: int = 0
     num_closed: int = 0
+    num_bridged: int = 0
 
     @property
     def forced(self) -> int | None:
-        """The only token that may come next, once the budget is spent."""
+        """The only token that may come next: on the bridge, or once the budget is spent."""
+        if self.num_bridged:
+            return self.bridge[self.num_bridged]
         if self.budget is None or self.num_tokens < self.budget.num_tokens:
             return None
         return self.budget.closing[self.num_closed]
@@ -60,7 +65,11 @@ class _Reasoning:
         self.tail = [*self.tail, token_id][-len(self.ends) :]
         if tuple(self.tail) == self.ends:
             return True
-        if forced is not None and token_id == forced:
+        if self.bridge and token_id == self.bridge[self.num_bridged]:
+            self.num_bridged += 1
+        elif self.budget is not None and forced is None and token_id == self.budget.over_at:
+            return True
+        elif forced is not None and token_id == forced:
             self.num_closed += 1
         elif self.budget is not None and self.forced is not None:  # the model may have begun to close it by itself
             begun = range(len(self.budget.closing) - 1, 0, -1)
@@ -165,7 +174,9 @@ class Constraints:
             ends = spec.starts_after
         if ends is None:
             return None
-        return _Reasoning(ends, self._all_but(spec.withheld) if spec is not None else None, budget)
+        if spec is None:
+            return _Reasoning(ends, None, budget)
+        return _Reasoning(ends, self._all_but(spec.withheld), budget, spec.bridge)
 
     def holds(self, slot: int) -> bool:
         """Whether a slot has a grammar or a budget, now or later in its output."""

@@ -22,7 +22,13 @@ from tokenspeed.protocol.sampling import SamplingParams, ThinkingBudget
 from tokenspeed.server.context import ServerContext, off_loop
 from tokenspeed.server.rendering import Conversation, num_chars, render
 from tokenspeed.server.turn_reader import TurnReader
-from tokenspeed.text.parsers.interface import ParseContext, ReasoningFormat, ToolFormat, tool_specs
+from tokenspeed.text.parsers.interface import (
+    ParseContext,
+    ReasoningFormat,
+    SpecialTokens,
+    ToolFormat,
+    tool_specs,
+)
 from tokenspeed.text.parsers.tools.bare_json import forced_calls
 
 TOGGLES = ("enable_thinking", "thinking")
@@ -154,16 +160,19 @@ async def prepare_turn(context: ServerContext, request: TurnRequest, sampling: S
     # Free text with strict calls may hold the reasoning, too.
     waits = grammar is not None and (forced or request.grammar is not None)
     if waits or request.thinking_budget is not None:
-        start = _constraint_start(formats.reasoning, parsing, talk.continue_final_message)
+        start = _constraint_start(formats.reasoning, parsing, talk.continue_final_message, waits)
         if start.opens:
             prompt = prompt + tokenizer.encode(start.opens, False, True)
             parsing = replace(parsing, prompt=(parsing.prompt or "") + start.opens)
         after = tuple(tokenizer.encode(start.ends, False, True)) if start.ends else None
+        closing = tuple(tokenizer.encode(formats.reasoning.closing or start.ends, False, True))
+        over_at, way_out = _marks_out(formats.reasoning, tokenizer)
         if grammar is not None:
             grammar = msgspec.structs.replace(grammar, starts_after=after)
+            if after is not None and over_at is not None:
+                grammar = msgspec.structs.replace(grammar, bridge=closing, withheld=way_out)
         if request.thinking_budget is not None and after is not None:
-            closing = tuple(tokenizer.encode(formats.reasoning.closing or start.ends, False, True))
-            budget = ThinkingBudget(request.thinking_budget, after, closing)
+            budget = ThinkingBudget(request.thinking_budget, after, closing, over_at)
             sampling = msgspec.structs.replace(sampling, thinking=budget)
     return Turn(prompt, sampling, grammar, formats.reasoning, tool_format, parsing, parses_calls, request)
 
@@ -257,7 +266,18 @@ class _ConstraintStart:
     opens: str = ""
 
 
-def _constraint_start(reasoning: ReasoningFormat, parsing: ParseContext, continues: bool) -> _ConstraintStart:
+def _marks_out(reasoning: ReasoningFormat, tokenizer: SpecialTokens) -> tuple[int | None, tuple[int, ...]]:
+    """The ids of a format's `over_mark` and `way_out`; None and () where they are no tokens."""
+    over_at = None if reasoning.over_mark is None else tokenizer.token_to_id(reasoning.over_mark)
+    if over_at is None:
+        return None, ()
+    others = [tokenizer.token_to_id(mark) for mark in reasoning.way_out]
+    return over_at, tuple(token_id for token_id in others if token_id is not None)
+
+
+def _constraint_start(
+    reasoning: ReasoningFormat, parsing: ParseContext, continues: bool, waits: bool
+) -> _ConstraintStart:
     """A model that may or may not reason would leave it open whether the constraint ever starts, so the prompt
     opens the reasoning that the model was about to open itself."""
     end = reasoning.end_marker
@@ -266,6 +286,8 @@ def _constraint_start(reasoning: ReasoningFormat, parsing: ParseContext, continu
     if reasoning.make(parsing).in_reasoning:
         return _ConstraintStart(end)
     is_behind = continues or (parsing.prompt or "").rstrip().endswith(end)
-    if is_behind or reasoning.start_marker is None or parsing.thinking is False:
+    if is_behind or reasoning.start_marker is None:
         return _ConstraintStart()
+    if parsing.thinking is False:
+        return _ConstraintStart(opens=end if waits and reasoning.opens_answer else "")
     return _ConstraintStart(end, reasoning.start_marker)

@@ -189,6 +189,10 @@ class ReasoningFormat:
         start_marker: what the model writes when it begins to reason by itself; None: only the prompt decides.
         end_marker: the text that ends the reasoning; a grammar begins behind it. None: there is no such text.
         closing: what closes a reasoning that has taken too long; ends with `end_marker`. None: that alone.
+        over_mark: where a reasoning is over whatever comes then, for formats in which that need not be an answer:
+            `closing` begins with this mark.
+        way_out: further marks that end a reasoning.
+        opens_answer: an answer without reasoning begins with `end_marker`, too.
         needs_special_tokens: the text must be decoded with special tokens kept.
         whole: see `WholeFormat`; None for formats that are apart from their tool calls.
     """
@@ -201,6 +205,9 @@ class ReasoningFormat:
     start_marker: str | None = None
     end_marker: str | None = None
     closing: str | None = None
+    over_mark: str | None = None
+    way_out: tuple[str, ...] = ()
+    opens_answer: bool = False
     needs_special_tokens: bool = False
     whole: WholeFormat | None = None
 

@@ -25,6 +25,9 @@ FORMAT = ReasoningFormat(
     start_marker="<|channel|>analysis<|message|>",
     end_marker="<|channel|>final<|message|>",
     closing="<|end|><|start|>assistant<|channel|>final<|message|>",
+    over_mark="<|end|>",
+    way_out=("<|start|>", "<|channel|>", "<|return|>", "<|call|>"),
+    opens_answer=True,
     needs_special_tokens=True,
     whole=HarmonyParser,
 )
