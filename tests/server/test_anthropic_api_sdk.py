@@ -70,12 +70,15 @@ async def test_an_agents_loop(engine: FakeClient, stream: bool):
         assert first.stop_reason == "tool_use"
         call = first.content[-1]
         assert call.type == "tool_use" and call.name == "weather" and call.input == {"city": "Oslo"}
-        engine.reply = "cold"
+        engine.reply = f"{THINKS}cold"  # a budget makes sure that it reasons: the prompt opens it
         result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "-3"}]}
         talk = [*HI, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
         second = await client.messages.create(messages=talk, **fields)
-        assert second.content[0].type == "text" and second.content[0].text == "cold"
-        counted = await client.messages.count_tokens(model="tiny", messages=talk, tools=[WEATHER])
+        assert [block.type for block in second.content] == ["thinking", "text"]
+        assert second.content[1].text == "cold"
+        counted = await client.messages.count_tokens(
+            model="tiny", messages=talk, tools=[WEATHER], thinking=fields["thinking"]
+        )
         used = second.usage
         assert counted.input_tokens == used.input_tokens + (used.cache_read_input_tokens or 0)
     (_, assistant, tool) = engine.rendered[-1]["messages"]
