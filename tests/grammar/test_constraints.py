@@ -109,7 +109,7 @@ def test_the_output_cannot_end_before_the_constraint_has_started(compiler: Gramm
 
 @pytest.mark.parametrize("budget", [None, ThinkingBudget(9, tuple(b"</"), tuple(b".:</"), ord("."))])
 def test_a_bridge_leads_to_the_constraint(compiler: GrammarCompiler, budget: ThinkingBudget | None):
-    """The bug: gpt-oss went from its reasoning to a channel that the constraint did not wait for, and obeyed nothing."""
+    """The bug: gpt-oss left its reasoning for a channel that the constraint did not wait for, and obeyed nothing."""
     grammar = msgspec.structs.replace(spec("ab", starts_after=tuple(b"</")), bridge=tuple(b".:</"), withheld=(EOS,))
     _keep = compiler.submit(spec("ab")).result(60)
     constraints = Constraints(compiler, VOCAB)
