@@ -1,5 +1,5 @@
 """`tokenspeed serve` of a tiny GPT-OSS, a real process, through the official client: harmony's channels and calls,
-its ends of turn, and tokens equal to those of transformers."""
+its ends of turn, and tokens equal to those of transformers. On a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from harmony_model import ANSWER, ARGUMENTS, THOUGHT, TRIGGER, ids, write_random
 
 pytestmark = pytest.mark.timeout(300)
 
+ON_GPU = torch.cuda.is_available()
+WHERE = ("--device", "cuda") if ON_GPU else ("--device", "cpu", "--num-threads", "1")
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -35,7 +37,7 @@ def served(folder: Path) -> Iterator[tuple[openai.OpenAI, Path]]:
     command = [sys.executable, "-m", "tokenspeed", "serve", str(folder), "--port", "0", "--served-model-name", "tiny"]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--max-total-tokens", "2048"],
+            [*command, *WHERE, "--dtype", "float32", "--max-total-tokens", "2048"],
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -73,7 +75,9 @@ def test_channels_become_reasoning_and_content(scripted: tuple[openai.OpenAI, Pa
     assert choice.finish_reason == "stop"
     said = log.read_text()
     assert "reasoning parser gpt-oss" in said
-    assert re.search(r"MoE backend: torch, 4 experts a layer, 2 a token, kept in MXFP4", said)
+    assert re.search(
+        rf"MoE backend: {'triton' if ON_GPU else 'torch'}, 4 experts a layer, 2 a token, kept in MXFP4", said
+    )
 
 
 def test_streamed_channels(scripted: tuple[openai.OpenAI, Path]) -> None:
