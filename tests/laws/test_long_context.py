@@ -47,11 +47,16 @@ def prompt() -> list[int]:
     return torch.randint(0, 97, (PROMPT_LEN,), generator=torch.Generator().manual_seed(4)).tolist()
 
 
+@pytest.fixture(scope="module")
+def wanted(model: tuple[str, GptOssForCausalLM]) -> list[int]:
+    return hf_greedy(model[1], prompt(), NUM_TOKENS)
+
+
 @torch.inference_mode()
-def hf_greedy(model: GptOssForCausalLM, ids: list[int]) -> list[int]:
+def hf_greedy(model: GptOssForCausalLM, ids: list[int], num_tokens: int) -> list[int]:
     """The whole prompt in one forward, then one token at a time."""
     given, cache, chosen = torch.tensor([ids]), None, []
-    for _ in range(NUM_TOKENS):
+    for _ in range(num_tokens):
         out = model(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values
         given = out.logits[:, -1].argmax(-1, keepdim=True)
@@ -59,8 +64,8 @@ def hf_greedy(model: GptOssForCausalLM, ids: list[int]) -> list[int]:
     return chosen
 
 
-def test_chunks_and_freed_pages_equal_one_forward(model: tuple[str, GptOssForCausalLM]) -> None:
-    folder, hf = model
+def test_chunks_and_freed_pages_equal_one_forward(model: tuple[str, GptOssForCausalLM], wanted: list[int]) -> None:
+    folder, _ = model
     pages = -(-(PROMPT_LEN + NUM_TOKENS) // PAGE)
     config = engine_config(
         folder,
@@ -75,12 +80,12 @@ def test_chunks_and_freed_pages_equal_one_forward(model: tuple[str, GptOssForCau
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     done = run(config, [AddRequest(request_id="long", prompt_token_ids=prompt(), sampling=greedy)])
     assert max(done.stats.step_tokens) == CHUNK
-    assert done.tokens() == {("long", 0): (hf_greedy(hf, prompt()), "length")}
+    assert done.tokens() == {("long", 0): (wanted, "length")}
 
 
-def test_the_prompt_reaches_beyond_the_window(model: tuple[str, GptOssForCausalLM]) -> None:
+def test_the_prompt_reaches_beyond_the_window(model: tuple[str, GptOssForCausalLM], wanted: list[int]) -> None:
     """Tokens depend on what the full layer sees far back; otherwise the test above would show little."""
     _, hf = model
     other = prompt()
     other[:3000] = reversed(other[:3000])
-    assert hf_greedy(hf, other) != hf_greedy(hf, prompt())
+    assert hf_greedy(hf, other, 4) != wanted[:4]
