@@ -1,7 +1,7 @@
 """The kernels of grouped experts compile for GPUs with the tiles that are in use; no GPU is needed for that.
 
-Also what was hard to get: MXFP4 reaches the tensor cores without a way through shared memory, small tiles spill nothing,
-and no product waits for the one before.
+Also what was hard to get: MXFP4 reaches the tensor cores without a way through shared memory, small tiles do not
+spill, and no product waits for the one before.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def _small_tiles(format: ExpertFormat, is_up: bool) -> Iterator[GroupedTile]:
     sizes = {
         "mxfp4": [
             *((128, 128, 4, 4), (64, 128, 6, 4), (64, 128, 4, 4), (64, 128, 8, 4), (128, 128, 3, 4)),
-            *((128, 128, 6, 4), (128, 128, 4, 8), (256, 128, 3, 8)),
+            *((128, 128, 6, 4), (128, 128, 4, 8), (256, 128, 3, 4), (256, 128, 3, 8), (256, 128, 4, 8)),
         ],
         "dense": [(128, 64, 6, 4), (64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 6, 4), (128, 128, 3, 4), (64, 128, 3, 4)],
         "fp8_block": [(128, 128, 4, 8), (128, 128, 3, 4), (128, 128, 4, 4), (64, 128, 4, 4)],
@@ -161,9 +161,15 @@ def block_ms(shape: ExpertShape, num_tokens: int) -> tuple[int, ...]:
 def compile_all(needs: list[MoeNeed], tokens: tuple[int, ...], num_workers: int | None = None) -> int:
     """Compile every candidate in processes of their own, into Triton's cache on disk; returns how many did.
 
-    The workers only ask which GPU it is."""
+    The workers only ask which GPU it is, and kernels do not depend on the number of experts."""
     jobs = {
-        (form, block_m, tile, is_up, form.dtype if is_up else _parts_dtype(need, count))
+        (
+            replace(form, num_experts=form.top_k),
+            block_m,
+            tile,
+            is_up,
+            form.dtype if is_up else _parts_dtype(need, count),
+        )
         for need in needs
         for count in tokens
         for block_m in block_ms(ExpertShape.of(need), count)
@@ -183,8 +189,13 @@ def _candidates(
 ) -> Iterator[tuple[MoeNeed, Iterator[GroupedTile]]]:
     """Tiles with the layer as the kernel sees it."""
     yield need, tile_candidates(need.format, block_m, is_up)
-    if need.format == "mxfp4" and count >= WIDEN_TOKENS:
+    if may_widen(need, count, block_m):
         yield replace(need, format="dense"), widened_candidates(block_m)
+
+
+def may_widen(need: MoeNeed, count: int, block_m: int) -> bool:
+    """Where widening every weight once may be less work than widening them for each tile."""
+    return need.format == "mxfp4" and count >= WIDEN_TOKENS and block_m >= 64
 
 
 def _parts_dtype(need: MoeNeed, count: int) -> torch.dtype:
@@ -248,7 +259,7 @@ class ExpertTuner:
 
         for block_m in block_ms(self._shape, count):
             groupings = [group_pairs(one.expert_ids, self._need.num_experts, block_m) for one in routings]
-            for widened in (False, True) if self._may_widen(count) else (False,):
+            for widened in (False, True) if may_widen(self._need, count, block_m) else (False,):
                 inputs = Inputs(count, block_m, widened, x, routings, groupings)
                 ups, downs = self._time_up(inputs), self._time_down(inputs)
                 if ups is not None and downs is not None:
@@ -261,9 +272,6 @@ class ExpertTuner:
             return None
         self._log(f"{count} tokens, winner: {best[0]:.1f} us for the whole op, {best[1]}")
         return best[1]
-
-    def _may_widen(self, count: int) -> bool:
-        return self._shape.format == "mxfp4" and count >= WIDEN_TOKENS
 
     def _layer(self, call: int) -> ExpertLayer:
         return self._layers[call % len(self._layers)]

@@ -128,13 +128,23 @@ def _decode_ptx(halves, factors):
 
 
 @triton.jit
-def _factor(words, DTYPE: tl.constexpr):
-    """The power of two with the lowest byte as bfloat16's exponent; bfloat16 where DTYPE is that, else float32."""
+def _factors(words, DTYPE: tl.constexpr):
+    """Bytes 0 to 3 as exponents of bfloat16: four powers of two; bfloat16 where DTYPE is that, else float32.
+
+    Two at a time: a product takes either half of a register."""
+    even = (words & 0x00FF00FF) << 7
+    odd = (words >> 1) & 0x7F807F80
     if tl.bfloat16 == DTYPE:
-        factor = ((words & 255) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        f0 = even.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        f1 = odd.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        f2 = (even >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        f3 = (odd >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        factor = ((words & 255) << 23).to(tl.float32, bitcast=True)
-    return factor
+        f0 = (even << 16).to(tl.float32, bitcast=True)
+        f1 = (odd << 16).to(tl.float32, bitcast=True)
+        f2 = (even & -65536).to(tl.float32, bitcast=True)
+        f3 = (odd & -65536).to(tl.float32, bitcast=True)
+    return f0, f1, f2, f3
 
 
 @triton.jit
@@ -153,9 +163,8 @@ def mxfp4_slots(halves, words, DTYPE: tl.constexpr, PTX: tl.constexpr):
     PTX: DTYPE is bfloat16 and the GPU has packed instructions for it.
     """
     N: tl.constexpr = halves.shape[0]
-    even = tl.join(_factor(words, DTYPE), _factor(words >> 16, DTYPE))
-    odd = tl.join(_factor(words >> 8, DTYPE), _factor(words >> 24, DTYPE))
-    factors = tl.reshape(tl.join(even, odd), (N, 4, 1))
+    f0, f1, f2, f3 = _factors(words, DTYPE)
+    factors = tl.reshape(tl.join(tl.join(f0, f2), tl.join(f1, f3)), (N, 4, 1))
     factors = tl.reshape(tl.broadcast_to(factors, (N, 4, 8)), (N, 32))
     if PTX:
         s0, s1, s2, s3 = _decode_ptx(halves, factors)
