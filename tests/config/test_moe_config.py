@@ -177,7 +177,11 @@ def test_layout_is_found_in_the_files(tmp_path: Path, names: list[str], layout: 
         (GPT_OSS, {"num_experts_per_tok": 33}, "num_experts_per_tok is 33, expected a whole number from 1 to 32"),
         (GPT_OSS, {"num_experts_per_tok": ..., "experts_per_token": ...}, "num_experts_per_tok is missing"),
         (GPT_OSS, {"num_local_experts": 100000}, "num_local_experts is 100000, expected a whole number from 1 to 4096"),
-        (GPT_OSS, {"num_local_experts": ...}, "num_experts is missing"),
+        (GPT_OSS, {"num_local_experts": ...}, "num_local_experts is missing"),
+        (GPT_OSS, {"num_experts": 31}, "num_experts is 31, expected 32, which num_local_experts is"),
+        (GPT_OSS, {"experts_per_token": 2}, "experts_per_token is 2, expected 4, which num_experts_per_tok is"),
+        (QWEN, {"num_experts": ...}, "num_experts is missing"),
+        (QWEN, {"layer_types": ["full_attention"] * 3}, "layer_types is ['full_attention', "),
         (GPT_OSS, {"swiglu_limit": -1}, "swiglu_limit is -1, expected a number above 0"),
         (GPT_OSS, {"hidden_act": "gelu"}, "hidden_act is 'gelu', expected silu"),
         (
@@ -215,6 +219,14 @@ def test_overrides_reach_the_experts(read: Read) -> None:
     config = read(GPT_OSS, {"num_experts_per_tok": 2, "swiglu_limit": 5.0, "sliding_window": 64})
     assert config.moe is not None
     assert (config.moe.top_k, config.moe.limit, config.layer_windows[0]) == (2, 5.0, 64)
+
+
+@pytest.mark.parametrize("name", ["experts_per_token", "num_experts_per_tok"])
+def test_an_override_in_either_spelling_wins(read: Read, name: str) -> None:
+    """The bug: `--hf-overrides` of experts_per_token or num_experts was read, and lost against the file's other spelling
+    without a word."""
+    moe = read(GPT_OSS, {name: 2, "num_experts": 16}).moe
+    assert moe is not None and (moe.top_k, moe.num_experts) == (2, 16)
 
 
 def test_mxfp4_asked_for(read: Read) -> None:

@@ -125,6 +125,9 @@ def _refuse_windows(fields: Fields) -> None:
                 f"{fields.where}: layer_types has layers other than full_attention; they are not supported yet in this "
                 "family"
             )
+        num_layers = fields.integer("num_hidden_layers")
+        if len(layer_types) != num_layers:
+            raise fields.bad("layer_types", f"a list of {num_layers} entries, one for each of num_hidden_layers")
     elif fields.flag("use_sliding_window", False) and fields.get("sliding_window") is not None:
         first = fields.integer("max_window_layers", default=28, minimum=0)
         if fields.get("model_type") == "qwen3_moe":

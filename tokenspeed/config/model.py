@@ -27,7 +27,15 @@ from tokenspeed.config.families import (
     with_default_rope,
 )
 from tokenspeed.config.fields import Fields
-from tokenspeed.config.moe import MOE_FIELDS, MoeConfig, read_gpt_oss, read_qwen3_moe, stored_layout
+from tokenspeed.config.moe import (
+    EXPERTS_PER_TOKEN,
+    MOE_FIELDS,
+    NUM_EXPERTS,
+    MoeConfig,
+    read_gpt_oss,
+    read_qwen3_moe,
+    stored_layout,
+)
 from tokenspeed.config.quantization import Quantization, QuantizationConfig, read_quantization
 from tokenspeed.config.rope import RopeConfig, read_rope
 from tokenspeed.protocol.errors import CheckpointError, ConfigError
@@ -175,7 +183,10 @@ def _patched(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any
             )
     if not overrides:
         return values
-    # Old and new spellings of one thing must meet, or an override in the one would lose against the file in the other.
+    # Two spellings of one thing must meet, or an override in the one would lose against the file in the other.
+    for pair in (NUM_EXPERTS, EXPERTS_PER_TOKEN):
+        if any(overrides.get(name) is not None for name in pair):
+            values = {name: value for name, value in values.items() if name not in pair}
     return _merged(_new_spelling(values), _new_spelling(overrides))
 
 

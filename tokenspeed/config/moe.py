@@ -14,12 +14,14 @@ from tokenspeed.protocol.errors import CheckpointError
 
 MAX_EXPERTS = 4096
 
+NUM_EXPERTS = ("num_local_experts", "num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "experts_per_token")
+"""Two spellings of one number each."""
+
 MOE_FIELDS = frozenset(
     (
-        "num_experts",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "experts_per_token",
+        *NUM_EXPERTS,
+        *EXPERTS_PER_TOKEN,
         "moe_intermediate_size",
         "norm_topk_prob",
         "decoder_sparse_step",
@@ -74,7 +76,7 @@ def read_gpt_oss(fields: Fields) -> MoeConfig:
     Raises:
         CheckpointError: a field that is missing or cannot be.
     """
-    num_experts, top_k = _counts(fields)
+    num_experts, top_k = _counts(fields, "num_local_experts")
     return MoeConfig(
         num_experts=num_experts,
         top_k=top_k,
@@ -96,7 +98,7 @@ def read_qwen3_moe(fields: Fields, layout: Layout) -> MoeConfig:
     Raises:
         CheckpointError: a field that is missing or cannot be.
     """
-    num_experts, top_k = _counts(fields)
+    num_experts, top_k = _counts(fields, "num_experts")
     num_layers = fields.integer("num_hidden_layers")
     step = fields.integer("decoder_sparse_step", default=1)
     dense = fields.get("mlp_only_layers") or []
@@ -135,11 +137,16 @@ def stored_layout(checkpoint: Checkpoint) -> Layout:
     )
 
 
-def _counts(fields: Fields) -> tuple[int, int]:
-    """Experts of a layer and experts of a token; each has two spellings."""
-    name = "num_experts" if fields.get("num_local_experts") is None else "num_local_experts"
-    num_experts = fields.integer(name, maximum=MAX_EXPERTS)
-    name = "experts_per_token" if fields.get("num_experts_per_tok") is None else "num_experts_per_tok"
-    if fields.get(name) is None:
-        raise fields.missing("num_experts_per_tok", f"a whole number from 1 to {num_experts}")
-    return num_experts, fields.integer(name, maximum=num_experts)
+def _counts(fields: Fields, usual: str) -> tuple[int, int]:
+    """Experts of a layer, whose spelling in the family is `usual`, and experts of a token."""
+    num_experts = _count(fields, NUM_EXPERTS, usual, MAX_EXPERTS)
+    return num_experts, _count(fields, EXPERTS_PER_TOKEN, EXPERTS_PER_TOKEN[0], num_experts)
+
+
+def _count(fields: Fields, spellings: tuple[str, str], usual: str, maximum: int) -> int:
+    """In the spelling that is there; two have to agree."""
+    there = [name for name in spellings if fields.get(name) is not None]
+    values = [fields.integer(name, maximum=maximum) for name in there or [usual]]
+    if values[0] != values[-1]:
+        raise fields.bad(there[1], f"{values[0]}, which {there[0]} is: both say the same thing")
+    return values[0]
