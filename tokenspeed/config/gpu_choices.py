@@ -108,7 +108,9 @@ def prefill_sizes(args: EngineArgs, token_budget: int, choices: list[Choice]) ->
         return ()
     if most is None:
         most = min(max(given) if given else MAX_PREFILL_TOKENS, token_budget)
-        reason = "the largest of the sizes asked for" if given else "launching a longer prompt costs less than running it"
+        reason = (
+            "the largest of the sizes asked for" if given else "launching a longer prompt costs less than running it"
+        )
         choices.append(Choice("--prefill-graph-max-tokens", str(most), reason))
     limit = min(most, token_budget)
     sizes = tuple(sorted({size for size in given if size <= limit})) if given else prefill_ladder(limit)
