@@ -223,8 +223,8 @@ def test_overrides_reach_the_experts(read: Read) -> None:
 
 @pytest.mark.parametrize("name", ["experts_per_token", "num_experts_per_tok"])
 def test_an_override_in_either_spelling_wins(read: Read, name: str) -> None:
-    """The bug: `--hf-overrides` of experts_per_token or num_experts was read, and lost against the file's other spelling
-    without a word."""
+    """The bug: `--hf-overrides` of experts_per_token or num_experts was read, and lost without a word against the
+    file's other spelling."""
     moe = read(GPT_OSS, {name: 2, "num_experts": 16}).moe
     assert moe is not None and (moe.top_k, moe.num_experts) == (2, 16)
 
