@@ -114,7 +114,6 @@ _LOADING = (
         ("--disable-kda-prefill-graph", "no prefill graph for linear attention"),
         ("--enable-replay-ssm", "replay of recurrent states after speculation"),
         ("--disable-replay-ssm", "no replay of recurrent states after speculation"),
-        ("--moe-mxfp4-fp8-activation", "fp8 activations in front of MXFP4 experts"),
         (
             "--attention-use-fp4-indexer-cache --attention-config.use-fp4-indexer-cache"
             " --attention_config.use_fp4_indexer_cache",
@@ -130,6 +129,13 @@ _LOADING = (
         ("--deepseek-v4-mega-moe-max-num-tokens", "token limit of the fused expert kernel"),
         ("--deepseek-v4-indexer-prefill-max-logits-mb", "memory of the sparse attention indexer"),
         ("--deepseek-v4-prefill-chunk-size", "prefill chunk of sparse attention"),
+    ),
+    *_all(
+        "activations in front of MXFP4 experts keep 16 bits; leave the flag out",
+        ("--moe-mxfp4-fp8-activation", "fp8 activations in front of MXFP4 experts"),
+    ),
+    *_all(
+        "adapters are not built yet; serve a checkpoint that the adapter has been merged into",
         ("--enable-lora --lora-modules --max-loras --max-lora-rank", "LoRA adapters"),
     ),
 )
