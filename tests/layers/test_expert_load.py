@@ -15,9 +15,10 @@ from tokenspeed.kernels.reference import mxfp4
 from tokenspeed.kernels.reference.moe import ExpertReader, LoopedExperts
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.layers.expert_weights import ExpertLoad
+from tokenspeed.layers.moe import SparseMLP
 from tokenspeed.models.qwen3_moe import EXAMPLE
 from tokenspeed.moe.interface import Activation, ExpertFormat, ExpertWeights, Routing
-from tokenspeed.moe.select import moe_need
+from tokenspeed.moe.select import SelectedMoe, moe_need
 from tokenspeed.protocol.errors import CheckpointError, ConfigError
 from tokenspeed.quantization.fp8 import Fp8
 from tokenspeed.quantization.fp8_format import Fp8Tensor, quantize_blocks
@@ -217,3 +218,32 @@ def test_a_wrong_shape_is_refused_by_name() -> None:
     entries: dict[str, Any] = load_of(moe_of("fused"), SINGLE, scheme_of("dense")).entries()
     with pytest.raises(CheckpointError, match=r"m.experts.down_proj: shape \[3, 64, 255\], expected \[3, 64, 256\]"):
         entries["m.experts.down_proj"].load(Fake("m.experts.down_proj", DOWN[:, :, 1:]))
+
+
+def test_scales_that_are_no_numbers_are_refused_by_tensor() -> None:
+    """The bug: damaged MXFP4 scales (255 is NaN, 253 overflows) were served, and every request ended in NaN logits."""
+    load = load_of(moe_of("interleaved"), SINGLE, scheme_of("mxfp4"))
+    name = "m.experts.gate_up_proj_scales"
+    entry = load.entries()[name]
+    scales = torch.full(entry.shape, 252, dtype=torch.uint8)
+    entry.load(Fake(name, scales))
+    scales[1, 5, 0] = 253
+    with pytest.raises(CheckpointError, match=r"^file: m.experts.gate_up_proj_scales: holds the scale 253"):
+        entry.load(Fake(name, scales))
+
+
+def test_what_a_backend_does_not_take_is_named() -> None:
+    """The bug: a scale that the Triton kernels do not take was 'gate_up of an expert', of no layer."""
+
+    class Refusing:
+        def pack(self, *_: Any) -> Any:
+            raise CheckpointError("gate_up: an MXFP4 scale of 140")
+
+    config = msgspec.structs.replace(EXAMPLE, moe=moe_of("interleaved"), hidden_size=H)
+    need = moe_need(config, SINGLE, "mxfp4", OPS, None)
+    layer = SparseMLP(config, SINGLE, scheme_of("mxfp4"), OPS, SelectedMoe(Refusing(), need), "model.layers.3.mlp")
+    tensors = {name: torch.zeros(entry.shape) for name, entry in layer.entries().items()}
+    for name, entry in layer.entries().items():
+        entry.load(Fake(name, tensors[name]))
+    with pytest.raises(CheckpointError, match=r"^model.layers.3.mlp.experts: gate_up: an MXFP4 scale of 140"):
+        layer.finish()

@@ -23,6 +23,8 @@ from tokenspeed.quantization.interface import Scheme, WeightTensor
 GATE, UP = 0, 1
 GROUP = 32
 """Values of a row that share an MXFP4 scale."""
+LARGEST_SCALE = 252
+"""6 * 2 ** (252 - 127), with 6 the largest code, is the last that float32 and bfloat16 hold; 255 is NaN."""
 
 
 class ExpertLoad:
@@ -197,6 +199,11 @@ class ExpertLoad:
         """blocks [E, rows, groups, 16] or scales [E, rows, groups]; of gate and up this rank's rows, of down groups."""
         first, last = self._columns
         stored = weight.read(torch.uint8, self._ops.device)
+        if kind == "scales" and (largest := int(stored.max())) > LARGEST_SCALE:
+            raise CheckpointError(
+                f"{weight.where}: holds the scale {largest}, which makes no numbers, expected at most {LARGEST_SCALE}; "
+                "download it again"
+            )
         mine = (
             stored[:, 2 * first : 2 * last] if part == "gate_up_proj" else stored[:, :, first // GROUP : last // GROUP]
         )

@@ -156,6 +156,7 @@ class SparseMLP:
         assert config.moe is not None, "a dense model has no expert layers"
         self._router = Router(config.hidden_size, config.moe, ops, f"{prefix}.{config.moe.router}")
         self._load = ExpertLoad(config.moe, mesh, selected.need, scheme, ops, f"{prefix}.experts")
+        self._name = f"{prefix}.experts"
         self._selected = selected
         self.out = ExpertsOut(LocalDispatch(mesh))
 
@@ -165,10 +166,14 @@ class SparseMLP:
     def finish(self) -> None:
         """
         Raises:
-            CheckpointError: a tensor never came.
+            CheckpointError: a tensor never came, or holds what the backend does not take.
         """
         self._router.finish()
-        self.out.bind(self._selected.backend.pack(self._load.take(), self._selected.need))
+        weights = self._load.take()
+        try:
+            self.out.bind(self._selected.backend.pack(weights, self._selected.need))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._name}: {error}") from error
 
     @property
     def max_fused_rows(self) -> int:
