@@ -105,7 +105,7 @@ def run(
     return out
 
 
-SHAPES = [(1, 96, 64, 1, 1), (7, 96, 64, 3, 4), (9, 64, 96, 5, 8)]
+SHAPES = [(1, 96, 64, 1, 1), (7, 96, 64, 3, 4), (9, 64, 96, 2, 8)]
 SHAPES += [(32, 2880, 2880, 2, 4), (16, 2048, 768, 2, 8)] if ON_GPU else []
 """experts, hidden, intermediate, tokens, top k."""
 
