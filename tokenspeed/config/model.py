@@ -87,7 +87,7 @@ _READ_FIELDS = frozenset(
         "compression_config",
         "bos_token_id",
         "eos_token_id",
-        *MOE_FIELDS,
+        *frozenset().union(*MOE_FIELDS.values()),
     )
 )
 
@@ -172,6 +172,7 @@ def read_model_config(checkpoint: Checkpoint, overrides: dict[str, Any] | None =
     fields = Fields(str(path), _patched(values, overrides or {}))
     quantization = read_quantization(fields, modelopt, f"{path.parent}/hf_quant_config.json")
     config = _model_config(fields, Fields(f"{path.parent}/generation_config.json", generation), qtype, quantization)
+    _check_moe_overrides(overrides or {}, config.architecture)
     return msgspec.structs.replace(config, moe=_moe(fields, config.architecture, quantization, checkpoint))
 
 
@@ -188,6 +189,16 @@ def _patched(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any
         if any(overrides.get(name) is not None for name in pair):
             values = {name: value for name, value in values.items() if name not in pair}
     return _merged(_new_spelling(values), _new_spelling(overrides))
+
+
+def _check_moe_overrides(overrides: dict[str, Any], architecture: str) -> None:
+    own = MOE_FIELDS.get(architecture, frozenset())
+    for name in overrides:
+        if any(name in fields for fields in MOE_FIELDS.values()) and name not in own:
+            raise ConfigError(
+                f"--hf-overrides: {name!r} is not read for {architecture}; of expert layers it reads "
+                f"{', '.join(sorted(own)) or 'nothing'}"
+            )
 
 
 def _new_spelling(values: dict[str, Any]) -> dict[str, Any]:

@@ -18,19 +18,14 @@ NUM_EXPERTS = ("num_local_experts", "num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "experts_per_token")
 """Two spellings of one number each."""
 
-MOE_FIELDS = frozenset(
-    (
-        *NUM_EXPERTS,
-        *EXPERTS_PER_TOKEN,
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "decoder_sparse_step",
-        "mlp_only_layers",
-        "swiglu_limit",
-        "swiglu_alpha",
-    )
-)
-"""Fields of config.json that are read here."""
+_COUNTS = (*NUM_EXPERTS, *EXPERTS_PER_TOKEN)
+MOE_FIELDS = {
+    "GptOssForCausalLM": frozenset((*_COUNTS, "swiglu_limit", "swiglu_alpha")),
+    "Qwen3MoeForCausalLM": frozenset(
+        (*_COUNTS, "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+    ),
+}
+"""Architecture -> fields of config.json that are read here for it."""
 
 Layout = Literal["per_expert", "fused", "interleaved"]
 
