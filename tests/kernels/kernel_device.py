@@ -8,3 +8,8 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 KIND = torch.bfloat16 if ON_GPU else torch.float32
 """Of activations: the interpreter multiplies matrices of bfloat16 by their bits."""
+
+
+def randn(*shape: int) -> torch.Tensor:
+    """Normal numbers where the tests run, in `KIND`."""
+    return torch.randn(*shape, device=DEVICE).to(KIND)

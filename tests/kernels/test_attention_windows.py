@@ -28,13 +28,6 @@ VIEWS += [(128, False), (128, True)] if ON_GPU else []
 LONGEST = 900 if ON_GPU else 75
 
 
-@pytest.fixture(autouse=True)
-def fresh_inputs() -> None:
-    seed = torch.seed() % 2**31
-    torch.manual_seed(seed)
-    print(f"seed {seed}")
-
-
 @dataclass
 class Pages:
     keys: torch.Tensor

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from kernel_device import DEVICE, KIND, ON_GPU
+from kernel_device import DEVICE, KIND, ON_GPU, randn
 from torch.nn import functional
 
 from tokenspeed.attention.interface import AttentionBatch
@@ -38,20 +38,9 @@ BOUND = 1e-2 if torch.bfloat16 == KIND else 2e-6
 """‖out - ref‖ / ‖ref‖, with inputs in KIND and the reference in float64."""
 
 
-@pytest.fixture(autouse=True)
-def fresh_inputs() -> None:
-    seed = torch.seed() % 2**31
-    torch.manual_seed(seed)
-    print(f"seed {seed}")
-
-
 def error(ours: torch.Tensor, truth: torch.Tensor) -> float:
     assert ours.shape == truth.shape
     return float((ours.double() - truth.double()).norm() / truth.double().norm())
-
-
-def randn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device=DEVICE).to(KIND)
 
 
 # ---- few-row linear -------------------------------------------------------------------------------------------------
@@ -302,7 +291,7 @@ def test_fewer_rows_have_more_splits() -> None:
 @pytest.mark.parametrize("least_blocks", [1, 2, 5])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_a_short_context_leaves_splits_without_work(least_blocks: int, has_sinks: bool) -> None:
-    """Splits without blocks return at once; whoever comes last of the others merges, and the counters are zero again."""
+    """Splits without blocks return at once; the last of the others merges, and the counters are zero again."""
     contexts = [1, 15, 16, 33, 100, 0]
     case = Case([1] * len(contexts), [max(0, length - 1) for length in contexts], (4, 2, 32), page_size=16)
     sinks = torch.randn(4, device=DEVICE) if has_sinks else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, KIND, ON_GPU
+from kernel_device import DEVICE, KIND, ON_GPU, randn
 
 from tokenspeed.kernels.reference.moe import LoopedExperts
 from tokenspeed.kernels.reference.mxfp4 import dequantize
@@ -24,20 +24,9 @@ BOUND = 1e-2 if torch.bfloat16 == KIND else 2e-6
 SILU, CLAMPED = Activation(), Activation(limit=1.5, alpha=1.702)
 
 
-@pytest.fixture(autouse=True)
-def fresh_inputs() -> None:
-    seed = torch.seed() % 2**31
-    torch.manual_seed(seed)
-    print(f"seed {seed}")
-
-
 def error(ours: torch.Tensor, truth: torch.Tensor) -> float:
     assert ours.shape == truth.shape
     return float((ours.double() - truth.double()).norm() / truth.double().norm())
-
-
-def randn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device=DEVICE).to(KIND)
 
 
 def random_bytes(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:

@@ -44,13 +44,6 @@ SWIGLU, CLAMPED = Activation(), Activation(limit=7.0, alpha=1.702)
 FORMATS: tuple[ExpertFormat, ...] = ("dense", "mxfp4", "fp8_block")
 
 
-@pytest.fixture(autouse=True)
-def fresh_inputs() -> None:
-    seed = torch.seed() % 2**31
-    torch.manual_seed(seed)
-    print(f"seed {seed}")
-
-
 def error(ours: torch.Tensor, truth: torch.Tensor) -> float:
     assert ours.shape == truth.shape
     return float((ours.double() - truth).norm() / truth.norm().clamp(min=1e-30))

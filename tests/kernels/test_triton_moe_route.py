@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
-from kernel_device import DEVICE, KIND, ON_GPU
+from kernel_device import DEVICE, KIND, ON_GPU, randn
 
 from tokenspeed.kernels.reference.moe import Router
 from tokenspeed.kernels.registry import Need, select_ops
@@ -26,17 +26,6 @@ RULES = {
     "renormalized": lambda k: RouterRule(k, "softmax_topk", True),
 }
 TILES = [FusedTile(1, 4), FusedTile(4, 1), SplitTile(16, 16, 32, 1), SplitTile(16, 32, 64, 3)]
-
-
-@pytest.fixture(autouse=True)
-def fresh_inputs() -> None:
-    seed = torch.seed() % 2**31
-    torch.manual_seed(seed)
-    print(f"seed {seed}")
-
-
-def randn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device=DEVICE).to(KIND)
 
 
 def same(ours: Routing, scores: torch.Tensor, truth: Routing) -> None:
