@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 from model_harness import engine
+from moe_families import CASES as MOE_CASES
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -99,6 +100,7 @@ CASES = {
     "qwen2-tied": lambda: _pair(Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=True)),
     "qwen3": lambda: _pair(Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=16)),
     "qwen3-tied": lambda: _pair(Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True)),
+    **MOE_CASES,
 }
 
 
@@ -134,7 +136,7 @@ def test_logits_equal_transformers(case: str, only: str | None) -> None:
     assert error(logits, hf_logits(hf, ids)) < 2e-5
 
 
-@pytest.mark.parametrize("case", ["llama", "llama-llama3", "llama-yarn", "qwen2-tied", "qwen3"])
+@pytest.mark.parametrize("case", ["llama", "llama-llama3", "llama-yarn", "qwen2-tied", "qwen3", "gpt-oss", "qwen3-moe"])
 def test_greedy_tokens_equal_transformers(case: str) -> None:
     hf, config = CASES[case]()
     prompt = tokens(9)
@@ -142,8 +144,9 @@ def test_greedy_tokens_equal_transformers(case: str) -> None:
 
 
 @pytest.mark.parametrize("only", [None, "reference"])
-@pytest.mark.parametrize("case", ["llama-llama3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("case", ["llama-llama3", "qwen2", "qwen3", "gpt-oss", "gpt-oss-full-first", "qwen3-moe"])
 def test_chunks_equal_one_step(case: str, only: str | None) -> None:
+    """With windows: pages that left one are not in the table of a later chunk, and must not be read."""
     hf, config = CASES[case]()
     ours = engine(config, hf.state_dict(), only=only)
     ids = tokens(40)
@@ -153,11 +156,13 @@ def test_chunks_equal_one_step(case: str, only: str | None) -> None:
     assert error(torch.cat(parts), whole) < 1e-5
 
 
-@pytest.mark.parametrize("only", [None, "reference"])
-def test_mixed_batch_equals_each_request_alone(only: str | None) -> None:
+@pytest.mark.parametrize(
+    ("case", "only"), [("qwen3", None), ("qwen3", "reference"), ("gpt-oss", None), ("qwen3-moe", None)]
+)
+def test_mixed_batch_equals_each_request_alone(case: str, only: str | None) -> None:
     """Decode rows, a continued chunk, a whole prompt and a first token in one step over shuffled pages."""
-    hf, config = CASES["qwen3"]()
-    ours = engine(config, hf.state_dict(), only=only)
+    hf, config = CASES[case]()
+    ours = engine(config, hf.state_dict(), num_pages=128, only=only)
     plan = [(30, 29), (25, 10), (17, 0), (1, 0), (9, 8)]  # length, of which already computed
     sequences = [ours.add(tokens(length, seed), length) for seed, (length, _) in enumerate(plan)]
     for sequence, (_, computed) in zip(sequences, plan, strict=True):
@@ -190,3 +195,13 @@ def test_dynamic_rope_beyond_the_trained_context() -> None:
     ids = tokens(48)
     logits = ours.step([(ours.add(ids, 48), 48)])[0]
     assert error(logits, hf_logits(hf, ids)) < 2e-5
+
+
+def test_the_clamp_acts() -> None:
+    """Without it the logits are others: what the cases above show of it would be nothing if no value reached it."""
+    hf, config = CASES["gpt-oss"]()
+    ids = tokens(37)
+    for experts in (layer.mlp.experts for layer in hf.model.layers):
+        experts.limit = 1e9
+    ours = engine(config, hf.state_dict())
+    assert error(ours.step([(ours.add(ids, 40), 37)])[0], hf_logits(hf, ids)) > 1e-2
