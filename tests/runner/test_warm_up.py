@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import resources
+
 import pytest
 from runner_support import tiny_model
 
 from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.config.engine import EngineConfig
+from tokenspeed.kernels.triton.moe_plans import ExpertPlan, ExpertShape, choose, heuristic_plans, read_table
 from tokenspeed.runner.build import build_runner
 from tokenspeed.runner.warm_up import EXPERT_TOKENS, plan_pages, representatives, warm_up_plans
 
@@ -101,3 +104,23 @@ def test_experts_see_steps_of_more_sizes(max_model_len):
     for plan in plans:
         assert all(len(admission.pages) == 2 and admission.pages[0] for admission in plan.admissions)
         assert all(row.start + row.num_tokens <= max_model_len for row in plan.rows)
+
+
+def shipped_plans() -> list[tuple[ExpertPlan, ...]]:
+    folder = resources.files("tokenspeed.kernels.triton").joinpath("tables")
+    files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
+    return [entry.plans for file in files for entry in read_table(file.read_bytes()).experts]
+
+
+def test_every_plan_of_the_expert_kernels_is_met():
+    """Or it would be compiled while a request waits."""
+    shapes = [
+        ExpertShape("mxfp4", 32, 4, 2880, 2880),
+        ExpertShape("mxfp4", 128, 4, 2880, 2880),
+        ExpertShape("dense", 128, 8, 2048, 768),
+        ExpertShape("fp8_block", 128, 8, 2048, 768),
+    ]
+    counts = {plan.num_tokens for plan in warm_up_plans(256, 8192, 8192, PAGE, has_experts=True)}
+    chosen = [heuristic_plans(shape, shape.format != "fp8_block", 227 * 1024, False) for shape in shapes]
+    for plans in chosen + shipped_plans():
+        assert {choose(plans, count) for count in counts} == set(plans)
