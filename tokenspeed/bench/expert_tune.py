@@ -47,7 +47,6 @@ from tokenspeed.kernels.triton.moe_widen import num_values, widen
 from tokenspeed.moe.interface import ExpertFormat, MoeNeed, Routing
 from tokenspeed.protocol.errors import ConfigError
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 8192)
 MAX_GEMV_TOKENS = 8
 NUM_LAYERS = 4
 CALLS = 8
@@ -222,7 +221,7 @@ class ExpertTuner:
         self, need: MoeNeed, kernels: TritonExpertKernels, device: torch.device, deadline: float,
         log: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._need, self._kernels, self._device = need, kernels, device
+        self._need, self._device = need, device
         self._deadline, self._log = deadline, log
         self._shape = ExpertShape.of(need)
         self._layers = make_layers(need, kernels, NUM_LAYERS, device)
