@@ -86,6 +86,48 @@ def test_a_whole_call_before_a_cut_one_does_not_make_the_message_whole():
     assert parser.incomplete
 
 
+@pytest.mark.parametrize("separate", [True, False])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "gpt-oss",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>{}",
+        ),
+        ("kimi_k3", "Hm.<|close|>think<|sep|><|open|>response<|sep|>{}<|close|>response<|sep|>"),
+        ("qwen3", "<think>Hm.</think>{}"),
+    ],
+)
+def test_forced_calls_behind_reasoning_that_is_not_separated(name: str, text: str, separate: bool):
+    """The bug: with `separate_reasoning` false, forced calls of a model with channels stayed text: the reasoning in
+    front of them was content, too, before calls were looked for."""
+    prompt = "<|open|>think<|sep|>" if name == "kimi_k3" else None
+    context = ParseContext(prompt=prompt, hex_digits=lambda count: "0" * count)
+    parser = pipeline(name, "json", context, separate_reasoning=separate)
+    parsed = parse_all(parser, text.format('[{"name": "f", "parameters": {"a": 1}}]'))
+    assert [(call.name, call.arguments) for call in parsed.calls] == [("f", '{"a": 1}')]
+    assert "Hm." in (parsed.reasoning if separate else parsed.content)
+    assert parser.finish_reason("stop") == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gpt-oss", "<|channel|>commentary to=functions.f<|message|>Hello.<|call|>"),
+        ("gpt-oss", "<|channel|>commentary to=functions.f<|message|>Hello."),
+        ("gpt-oss", '<|channel|>commentary to=functions.f<|message|>{"a": 1} Hello.<|call|>'),
+        ("qwen", '<tool_call>{"name": "f", "arguments": {"a": b}}</tool_call>'),
+        ("json", '{"name": "f", "arguments": {"a": NaN}}'),
+    ],
+)
+def test_arguments_that_are_no_json_make_no_whole_call(name: str, text: str):
+    """The bug: only brackets and quotes were looked at, so the answer ended with `tool_calls` although its arguments
+    could not be read."""
+    parser = pipeline("gpt-oss" if name == "gpt-oss" else "passthrough", name)
+    assert len(parse_all(parser, text).calls) == 1
+    assert parser.incomplete and parser.num_whole_calls == 0 and parser.finish_reason("stop") == "stop"
+
+
 def test_without_calls_wanted_the_text_stays():
     assert parse_all(pipeline("qwen3", "qwen", parse_calls=False), f"<think>a</think>{CALL}").content == CALL
 

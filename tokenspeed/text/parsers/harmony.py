@@ -173,10 +173,8 @@ class HarmonyParser:
         elif not any_arguments:
             self._output.arguments("{}")
             self._output.end()
-        elif self._output.has_arguments:
-            self._output.end()
         else:
-            self._output.abandon()
+            self._output.end()
         return end
 
     def _body(self, sink: Sink, drop_tail: bool = False) -> Steps[str | None]:

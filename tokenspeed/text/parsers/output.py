@@ -6,6 +6,7 @@ end of content and drops it when a call follows. What follows a call's markup, t
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -21,7 +22,6 @@ from tokenspeed.text.parsers.interface import (
     ToolCallStart,
     ToolSpec,
 )
-from tokenspeed.text.parsers.json_scan import JsonScan
 
 _PLAUSIBLE_NAME = re.compile(r"[^\s\"'<>{}\[\]()]{1,256}")
 
@@ -56,7 +56,7 @@ class Output:
         self._deltas: list[Delta] = []
         self._space: list[str] = []
         self._call_open = False
-        self._scan = JsonScan()
+        self._written: list[str] = []  # arguments of the open call
 
     def taken(self) -> list[Delta]:
         """The deltas since the last time, neighbours of one kind joined."""
@@ -96,7 +96,7 @@ class Output:
         assert not self._call_open, "a call inside a call"
         self._space.clear()
         self._call_open = True
-        self._scan = JsonScan()
+        self._written.clear()
         index = self.num_calls
         self.num_calls += 1
         identity = self._call_id(self.context, name, index) if own_id is None else own_id
@@ -105,16 +105,19 @@ class Output:
     def arguments(self, fragment: str) -> None:
         """More of the open call's arguments."""
         if fragment:
-            self._scan.advance(fragment, 0)
+            self._written.append(fragment)
             self._deltas.append(ToolCallArguments(self.num_calls - 1, fragment))
 
     @property
     def has_arguments(self) -> bool:
-        """The open call's arguments are a whole JSON value."""
-        return self._scan.done
+        """The open call's arguments are a whole JSON value. Looks at all of them."""
+        return _is_json("".join(self._written))
 
     def end(self) -> None:
-        """The open call has its end."""
+        """The open call has its end. Arguments that are no JSON leave it incomplete all the same."""
+        if not self.has_arguments:
+            self.abandon()
+            return
         self._call_open = False
         self.num_whole_calls += 1
 
@@ -131,13 +134,25 @@ class Output:
     def finish(self, finish_reason: str) -> None:
         """The text has ended. A call whose arguments are a whole value only lacks markup (the stop token took its
         place), unless the length limit cut it."""
-        if self._call_open and (finish_reason == "length" or not self._scan.done):
+        if self._call_open and (finish_reason == "length" or not self.has_arguments):
             self.incomplete = True
         self._call_open = False
         space = "".join(self._space)
         self._space.clear()
         if space:
             self._deltas.append(ContentDelta(space))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def join_neighbours(deltas: Iterable[Delta]) -> list[Delta]:

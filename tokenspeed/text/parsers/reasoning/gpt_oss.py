@@ -8,7 +8,7 @@ from tokenspeed.text.parsers.interface import Example, ModelTraits, ParseContext
 
 def make(context: ParseContext) -> HarmonyParser:
     """Without a tool parser: calls stay content."""
-    return HarmonyParser(context, separate_reasoning=not context.inline_reasoning, parse_calls=False)
+    return HarmonyParser(context, separate_reasoning=True, parse_calls=False)
 
 
 def why_not(traits: ModelTraits) -> str | None:

@@ -8,7 +8,7 @@ from tokenspeed.text.parsers.xtml import THINK_END, XtmlParser
 
 def make(context: ParseContext) -> XtmlParser:
     """Without a tool parser: calls stay content."""
-    return XtmlParser(context, separate_reasoning=not context.inline_reasoning, parse_calls=False)
+    return XtmlParser(context, separate_reasoning=True, parse_calls=False)
 
 
 def why_not(traits: ModelTraits) -> str | None:
