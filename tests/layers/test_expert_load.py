@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from memory_weight import MemoryWeight
 
 from tokenspeed.config.model import ModelConfig, MoeConfig
 from tokenspeed.config.moe import Layout
@@ -30,22 +31,9 @@ OPS, _ = select_ops(Need(CPU, torch.float32))
 RANKS = [Mesh(tp=Axis(rank, 2)) for rank in range(2)]
 
 
-class Fake:
-    """A `WeightTensor` in memory; with `kept` also an `Fp8Source`."""
+class Fp8Weight(MemoryWeight):
+    """An `Fp8Source`, too."""
 
-    qtype = None
-
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        self.name, self.where, self.shape, self.tensor = name, f"file: {name}", tuple(tensor.shape), tensor
-
-    def read(self, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
-        return self.tensor.to(device, dtype, copy=True)
-
-    def raw(self) -> torch.Tensor:
-        raise AssertionError
-
-
-class FakeFp8(Fake):
     def fp8(self, device: torch.device) -> Fp8Tensor:
         return quantize_blocks(self.tensor)
 
@@ -97,13 +85,15 @@ def stored_mxfp4() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def filled(load: ExpertLoad, tensors: dict[str, torch.Tensor], fake: type[Fake] = Fake) -> ExpertWeights:
+def filled(
+    load: ExpertLoad, tensors: dict[str, torch.Tensor], kind: type[MemoryWeight] = MemoryWeight
+) -> ExpertWeights:
     entries = load.entries()
     assert entries.keys() == tensors.keys()
     for name, entry in entries.items():
         assert entry.shape == tuple(tensors[name].shape)
         assert entry.is_raw == (tensors[name].dtype == torch.uint8)
-        entry.load(fake(name, tensors[name]))
+        entry.load(kind(name, tensors[name]))
     return load.take()
 
 
@@ -150,14 +140,14 @@ def fp8_checkpoint() -> Scheme:
 
 
 def test_fp8_checkpoint() -> None:
-    check_fp8(filled(load_of(moe_of("per_expert"), SINGLE, fp8_checkpoint()), stored("per_expert"), FakeFp8))
+    check_fp8(filled(load_of(moe_of("per_expert"), SINGLE, fp8_checkpoint()), stored("per_expert"), Fp8Weight))
 
 
 def test_a_dense_expert_in_an_fp8_checkpoint_is_refused() -> None:
     load = load_of(moe_of("per_expert"), SINGLE, fp8_checkpoint())
     name = "m.experts.1.up_proj.weight"
     with pytest.raises(CheckpointError, match=f"{name} is not e4m3"):
-        load.entries()[name].load(Fake(name, UP[1]))
+        load.entries()[name].load(MemoryWeight(name, UP[1]))
 
 
 def dense_expert(weights: ExpertWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,7 +199,7 @@ def test_what_never_came_is_named() -> None:
     load = load_of(moe_of("per_expert"), SINGLE, scheme_of("dense"))
     for name, entry in load.entries().items():
         if name != "m.experts.2.down_proj.weight":
-            entry.load(Fake(name, stored("per_expert")[name]))
+            entry.load(MemoryWeight(name, stored("per_expert")[name]))
     with pytest.raises(CheckpointError, match=r"^m.experts.2.down_proj.weight was not in the checkpoint"):
         load.take()
 
@@ -217,7 +207,7 @@ def test_what_never_came_is_named() -> None:
 def test_a_wrong_shape_is_refused_by_name() -> None:
     entries: dict[str, Any] = load_of(moe_of("fused"), SINGLE, scheme_of("dense")).entries()
     with pytest.raises(CheckpointError, match=r"m.experts.down_proj: shape \[3, 64, 255\], expected \[3, 64, 256\]"):
-        entries["m.experts.down_proj"].load(Fake("m.experts.down_proj", DOWN[:, :, 1:]))
+        entries["m.experts.down_proj"].load(MemoryWeight("m.experts.down_proj", DOWN[:, :, 1:]))
 
 
 def test_scales_that_are_no_numbers_are_refused_by_tensor() -> None:
@@ -226,10 +216,10 @@ def test_scales_that_are_no_numbers_are_refused_by_tensor() -> None:
     name = "m.experts.gate_up_proj_scales"
     entry = load.entries()[name]
     scales = torch.full(entry.shape, 252, dtype=torch.uint8)
-    entry.load(Fake(name, scales))
+    entry.load(MemoryWeight(name, scales))
     scales[1, 5, 0] = 253
-    with pytest.raises(CheckpointError, match=r"^file: m.experts.gate_up_proj_scales: holds the scale 253"):
-        entry.load(Fake(name, scales))
+    with pytest.raises(CheckpointError, match=r"^memory: m.experts.gate_up_proj_scales: holds the scale 253"):
+        entry.load(MemoryWeight(name, scales))
 
 
 def test_what_a_backend_does_not_take_is_named() -> None:
@@ -244,6 +234,6 @@ def test_what_a_backend_does_not_take_is_named() -> None:
     layer = SparseMLP(config, SINGLE, scheme_of("mxfp4"), OPS, SelectedMoe(Refusing(), need), "model.layers.3.mlp")
     tensors = {name: torch.zeros(entry.shape) for name, entry in layer.entries().items()}
     for name, entry in layer.entries().items():
-        entry.load(Fake(name, tensors[name]))
+        entry.load(MemoryWeight(name, tensors[name]))
     with pytest.raises(CheckpointError, match=r"^model.layers.3.mlp.experts: gate_up: an MXFP4 scale of 140"):
         layer.finish()

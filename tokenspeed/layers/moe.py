@@ -22,7 +22,7 @@ from tokenspeed.layers.expert_weights import ExpertLoad
 from tokenspeed.layers.stream import Normed
 from tokenspeed.moe.interface import Experts, RouterRule, Routing
 from tokenspeed.moe.select import SelectedMoe
-from tokenspeed.protocol.errors import CheckpointError
+from tokenspeed.protocol.errors import CheckpointError, ConfigError
 from tokenspeed.quantization.interface import Scheme, WeightTensor
 
 
@@ -96,7 +96,8 @@ class LocalDispatch:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        all_reduce(mesh.ep)
+        if mesh.ep.size > 1:
+            raise ConfigError(f"an expert-parallel size of {mesh.ep.size} is not available in this version; use 1")
         self._all_reduce = all_reduce(mesh.tp)
 
     @property
