@@ -91,14 +91,14 @@ built = build(moe_widen._widen_kernel, wide, {"codes_ptr": "*i16", "scales_ptr":
 assert "st.global.v4" in built.asm["ptx"] and "ld.global.v4" in built.asm["ptx"]
 
 ints = {n: "*i32" for n in ("ids_ptr", "pairs_ptr", "tiles_ptr", "counts_ptr", "starts_ptr")}
-align = {"BLOCK_M": 16, "P_BLOCK": 128, "STEP": 64, "E_BLOCK": 32, "CHUNK": 64, "PDL": HOPPER}
+align = {"BLOCK_M": 16, "SHARE": moe_align.SMALL_SHARE, "STEP": moe_align.SMALL_STEP, "E_BLOCK": 128, "PDL": HOPPER}
 for name, constants in (
-    ("_align_small_kernel", align | {"P_BLOCK": 512, "E_BLOCK": 128}),
+    ("_align_small_kernel", align),
     ("_count_kernel", {"BLOCK": 256, "E_BLOCK": 128, "PDL": HOPPER}),
     ("_scan_kernel", {"BLOCK_M": 128, "STEP": 64, "E_BLOCK": 128, "CHUNK": 128, "PDL": HOPPER}),
     ("_place_kernel", {"BLOCK": 256, "STEP": 64, "E_BLOCK": 128, "PDL": HOPPER}),
 ):
-    build(getattr(moe_align, name), constants, ints, 8)
+    build(getattr(moe_align, name), constants, ints, 4 if "small" in name else 8)
 build(
     moe_grouped._combine_kernel,
     {"H": 2880, "TOP_K": 4, "SPLIT_K": 2, "BLOCK": 1024, "HAS_RESIDUAL": True, "PDL": HOPPER},

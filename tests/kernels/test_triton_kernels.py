@@ -5,7 +5,7 @@ On a GPU at the shapes that engines use; elsewhere the same code in Triton's int
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, product
 
 import pytest
 import torch
@@ -103,9 +103,12 @@ def test_every_kind_of_tile(tile: GemvTile | SkinnyTile) -> None:
 @pytest.mark.parametrize("num_rows", [2, 16, 17, 33, MAX_ROWS])
 def test_chosen_splits_fit_the_workspace(num_rows: int) -> None:
     workspace = make_workspace(torch.device("cpu"))
-    for num_out in (64, 576, 2048, 4096, 6144, 8192, 24576, 152064):
-        tile = choose_tile(num_rows, num_out, 4096, needs_whole_k=False)
+    for num_out, width in product(
+        (64, 576, 2048, 2880, 4096, 5120, 6144, 8192, 24576, 152064), (576, 2048, 2880, 4096)
+    ):
+        tile = choose_tile(num_rows, num_out, width, needs_whole_k=False)
         assert isinstance(tile, SkinnyTile)
+        assert width % (tile.block_k * tile.split_k) == 0 or width // tile.block_k >= tile.split_k
         if tile.split_k == 1:
             continue
         tiles = -(-num_out // tile.block_n)

@@ -69,7 +69,8 @@ def ids_like(num_tokens: int, top_k: int, num_experts: int, how: str) -> torch.T
         (5, 8, 128, 16),
         (40, 4, 32, 16),
         (128, 4, 32, 64),
-        (129, 4, 7, 16),
+        (256, 4, 128, 16),
+        (257, 4, 7, 16),
         (300, 8, 20, 32),
     ],
 )
@@ -93,7 +94,7 @@ def test_pairs_are_grouped(num_tokens: int, top_k: int, num_experts: int, block_
 
 
 def test_both_paths_of_grouping_are_tested() -> None:
-    assert 128 * 4 == MAX_SMALL_PAIRS < 129 * 4
+    assert 256 * 4 == MAX_SMALL_PAIRS < 257 * 4
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@
                            |BLOCK_M |BLOCK_M | rest     |BLOCK_M | rest|      expert = -1: nothing left
 
 The host knows only bounds: at most min(P, E) + P // BLOCK_M tiles for P pairs. Nothing waits for the device. The order
-depends on the ids alone. Few pairs take one launch of one program, because a decode step waits for it; many take three:
-counts by block, their prefix sums and the tiles, places.
+depends on the ids alone. Few pairs take one launch, because a decode step waits for it, in which every program looks at
+all ids; many take three: counts by block, their prefix sums and the tiles, places.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-MAX_SMALL_PAIRS = 512
+MAX_SMALL_PAIRS = 1024
+SMALL_SHARE = 32
+SMALL_STEP = 32
 SCATTER_BLOCK = 256
 SCAN_BLOCKS = 64
 TILE_CHUNK = 128
@@ -41,25 +43,24 @@ class Grouping:
 
 @triton.jit
 def _store_tiles(
-    tiles_ptr, counts, pair_starts, max_tiles,
+    tiles_ptr, counts, pair_starts, max_tiles, start,
     BLOCK_M: tl.constexpr, E_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The tile list from every expert's count and first pair [E_BLOCK]."""
+    """Tiles [start, start + CHUNK) of the list, from every expert's count and first pair [E_BLOCK]."""
     experts = tl.arange(0, E_BLOCK)
     num_tiles = (counts + BLOCK_M - 1) // BLOCK_M
     tile_ends = tl.cumsum(num_tiles, axis=0)
     tile_starts = tile_ends - num_tiles
     pair_ends = pair_starts + counts
-    for start in range(0, max_tiles, CHUNK):
-        tiles = start + tl.arange(0, CHUNK)
-        is_mine = (tile_starts[None, :] <= tiles[:, None]) & (tiles[:, None] < tile_ends[None, :])
-        expert = tl.sum(tl.where(is_mine, experts[None, :] + 1, 0), axis=1) - 1
-        first = pair_starts[None, :] + (tiles[:, None] - tile_starts[None, :]) * BLOCK_M
-        end = tl.minimum(first + BLOCK_M, pair_ends[None, :])
-        inside = tiles < max_tiles
-        tl.store(tiles_ptr + tiles, expert, mask=inside)
-        tl.store(tiles_ptr + max_tiles + tiles, tl.sum(tl.where(is_mine, first, 0), axis=1), mask=inside)
-        tl.store(tiles_ptr + 2 * max_tiles + tiles, tl.sum(tl.where(is_mine, end, 0), axis=1), mask=inside)
+    tiles = start + tl.arange(0, CHUNK)
+    is_mine = (tile_starts[None, :] <= tiles[:, None]) & (tiles[:, None] < tile_ends[None, :])
+    expert = tl.sum(tl.where(is_mine, experts[None, :] + 1, 0), axis=1) - 1
+    first = pair_starts[None, :] + (tiles[:, None] - tile_starts[None, :]) * BLOCK_M
+    end = tl.minimum(first + BLOCK_M, pair_ends[None, :])
+    inside = tiles < max_tiles
+    tl.store(tiles_ptr + tiles, expert, mask=inside)
+    tl.store(tiles_ptr + max_tiles + tiles, tl.sum(tl.where(is_mine, first, 0), axis=1), mask=inside)
+    tl.store(tiles_ptr + 2 * max_tiles + tiles, tl.sum(tl.where(is_mine, end, 0), axis=1), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
@@ -70,33 +71,36 @@ def _align_small_kernel(
     num_pairs,
     max_tiles,
     BLOCK_M: tl.constexpr,
-    P_BLOCK: tl.constexpr,
+    SHARE: tl.constexpr,
     STEP: tl.constexpr,
     E_BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Everything in one program: a pair's place is the number of pairs before it, by (expert, pair)."""
-    mine = tl.arange(0, P_BLOCK)
+    """A program places SHARE pairs and writes SHARE tiles, each from all the ids, so that none waits for another. A
+    pair's place is the number of pairs before it, by (expert, pair). Sums over the ids are kept apart until the end:
+    adding up across threads costs more than counting."""
+    mine = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     ids = tl.load(ids_ptr + mine, mask=mine < num_pairs, other=E_BLOCK)
     experts = tl.arange(0, E_BLOCK)
-    places = tl.zeros((P_BLOCK,), dtype=tl.int32)
-    counts = tl.zeros((E_BLOCK,), dtype=tl.int32)
-    pair_starts = tl.zeros((E_BLOCK,), dtype=tl.int32)
+    before = tl.zeros((SHARE, STEP), dtype=tl.int32)
+    hits = tl.zeros((E_BLOCK, STEP), dtype=tl.int32)
     for start in range(0, num_pairs, STEP):
         others = start + tl.arange(0, STEP)
         other_ids = tl.load(ids_ptr + others, mask=others < num_pairs, other=E_BLOCK)
         is_before = (other_ids[None, :] < ids[:, None]) | (
             (other_ids[None, :] == ids[:, None]) & (others[None, :] < mine[:, None])
         )
-        places += tl.sum(is_before.to(tl.int32), axis=1)
-        counts += tl.sum((other_ids[None, :] == experts[:, None]).to(tl.int32), axis=1)
-        pair_starts += tl.sum((other_ids[None, :] < experts[:, None]).to(tl.int32), axis=1)
-    tl.store(pairs_ptr + places, mine, mask=mine < num_pairs)
-    _store_tiles(tiles_ptr, counts, pair_starts, max_tiles, BLOCK_M, E_BLOCK, CHUNK)
+        before += is_before.to(tl.int32)
+        hits += (other_ids[None, :] == experts[:, None]).to(tl.int32)
+    tl.store(pairs_ptr + tl.sum(before, axis=1), mine, mask=mine < num_pairs)
+    counts = tl.sum(hits, axis=1)
+    pair_starts = tl.cumsum(counts, axis=0) - counts
+    _store_tiles(
+        tiles_ptr, counts, pair_starts, max_tiles, tl.program_id(0) * SHARE, BLOCK_M, E_BLOCK, SHARE
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -144,7 +148,8 @@ def _scan_kernel(
         found = tl.load(counts_ptr + where, mask=live, other=0)
         tl.store(counts_ptr + where, before[None, :] + tl.cumsum(found, axis=0) - found, mask=live)
         before += tl.sum(found, axis=0)
-    _store_tiles(tiles_ptr, counts, pair_starts, max_tiles, BLOCK_M, E_BLOCK, CHUNK)
+    for start in range(0, max_tiles, CHUNK):
+        _store_tiles(tiles_ptr, counts, pair_starts, max_tiles, start, BLOCK_M, E_BLOCK, CHUNK)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -185,12 +190,10 @@ def group_pairs(expert_ids: torch.Tensor, num_experts: int, block_m: int, pdl: b
     tiles = torch.empty(3, max_tiles, dtype=torch.int32, device=expert_ids.device)
     e_block = max(16, triton.next_power_of_2(num_experts))
     if num_pairs <= MAX_SMALL_PAIRS:
-        p_block = max(32, triton.next_power_of_2(num_pairs))
-        _align_small_kernel[(1,)](
+        share = SMALL_SHARE
+        _align_small_kernel[(triton.cdiv(max(num_pairs, max_tiles), share),)](
             expert_ids, pairs, tiles, num_pairs, max_tiles,
-            BLOCK_M=block_m, P_BLOCK=p_block, STEP=min(p_block, 64), E_BLOCK=e_block,
-            CHUNK=min(TILE_CHUNK, max(16, triton.next_power_of_2(max_tiles))), PDL=pdl,
-            num_warps=4 if p_block <= 128 else 8, launch_pdl=pdl,
+            BLOCK_M=block_m, SHARE=share, STEP=SMALL_STEP, E_BLOCK=e_block, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
         return Grouping(pairs, tiles, block_m)
     num_blocks = triton.cdiv(num_pairs, SCATTER_BLOCK)

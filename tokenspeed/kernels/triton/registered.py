@@ -242,8 +242,21 @@ class _SiluAndMul:
         return silu_and_mul(gate_up, self._pdl)
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return functional.linear(x, weight, bias)
+class _Linear:
+    """`kernels.ops.Linear`: cuBLAS, and for few rows of 16 bits our own kernel, which is quicker for a head."""
+
+    def __init__(self, fused: TritonLinear | None) -> None:
+        self._fused = fused
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        fused = self._fused
+        if fused is not None and 0 < x.shape[0] <= MAX_ROWS and fused.why_not(x.shape[1]) is None and x.is_contiguous():
+            return fused(x, weight, bias)
+        return functional.linear(x, weight, bias)
+
+
+def _make_linear(need: Need) -> _Linear:
+    return _Linear(TritonLinear(need.device, _has_pdl(need)) if _why_not_half(need) is None else None)
 
 
 def _entry(op: str, make: Callable[[Need], Any], why_not: Callable[[Need], str | None] = _why_not) -> Implementation:
@@ -264,7 +277,7 @@ IMPLEMENTATIONS = (
     _entry("paged_attention", lambda need: PagedAttention(need.device, _has_pdl(need))),
     _entry("rope_attention", lambda need: RopeAttention(need.device, _has_pdl(need))),
     _entry("silu_and_mul", lambda need: _SiluAndMul(_has_pdl(need))),
-    _entry("linear", lambda need: _linear),
+    _entry("linear", _make_linear),
     _entry("fused_linear", lambda need: TritonLinear(need.device, _has_pdl(need)), _why_not_half),
     _entry("recorder", lambda need: CudaGraphRecorder(need.device)),
 )

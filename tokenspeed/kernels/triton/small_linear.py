@@ -26,6 +26,8 @@ from tokenspeed.kernels.triton.prefetch import prefetch_l2
 
 MAX_ROWS = 64
 MAX_SPLIT_K = 4
+HEAD_ROWS = 32768
+"""More outputs than any layer has: a vocabulary."""
 SCALE_BLOCK = tl.constexpr(128)
 """Rows and columns of e4m3 weights that share a scale, where scales are by block."""
 
@@ -393,22 +395,37 @@ def skinny_linear(
 
 
 def choose_tile(num_rows: int, num_out: int, width: int, needs_whole_k: bool) -> GemvTile | SkinnyTile:
-    """Tiles measured best on one H200 in a chain of Qwen3-8B's layers (docs/log.md), by what made them best: one row
-    wants long contiguous reads; several rows want about 256 programs (128 from 33 rows on), by splitting K where N is
-    short; a wide gated layer fills the card by itself."""
+    """Tiles measured best on one H200 in chains of layers of Qwen3-8B, Qwen3-30B-A3B and gpt-oss-20b (docs/log.md), by
+    what made them best: one row wants long contiguous reads; several rows want about 256 programs (128 from 33 rows
+    on), by splitting K where N is short."""
     if num_rows == 1:
-        if num_out > 4096:
-            return GemvTile(4, 1024, 4)
-        return GemvTile(2, 2048, 4) if width > 4096 else GemvTile(2, 2048, 8)
+        return _gemv_tile(num_out, width)
     if width % 128:
-        return SkinnyTile(block_k=64)
+        blocks, most = width // 64, max(1, 256 * 64 // num_out)
+        split_k = 1 if needs_whole_k else max(split for split in (1, 2, 3, 4) if split <= most and blocks % split == 0)
+        return SkinnyTile(block_k=64, split_k=split_k, stages=4 if split_k > 1 else 6)
     if needs_whole_k:
         if num_rows <= 16 and num_out >= 8192:
             return SkinnyTile(128, 128, 1, 3, 8)
         return SkinnyTile(64, 128, 1, 4, 4, 4) if num_rows <= 32 else SkinnyTile(128, 64)
     programs = 256 if num_rows <= 32 else 128
     split_k = max(1, min(MAX_SPLIT_K, programs * 64 // num_out))
-    return SkinnyTile(split_k=1 << (split_k.bit_length() - 1))
+    split_k = 1 << (split_k.bit_length() - 1)
+    if num_rows <= 32 and 128 < triton.cdiv(num_out, 64) * split_k < 256:
+        return SkinnyTile(block_k=64, split_k=split_k, stages=6)  # more, smaller steps even out a part-filled card
+    return SkinnyTile(split_k=split_k)
+
+
+def _gemv_tile(num_out: int, width: int) -> GemvTile:
+    if num_out > HEAD_ROWS:
+        return GemvTile(4, 1024, 4) if width % 1024 == 0 else GemvTile(2, 2048, 4)
+    if num_out > 4096:
+        return GemvTile(8, 512, 4) if width < 4096 else GemvTile(4, 1024, 4)
+    if width > 4096:
+        return GemvTile(2, 2048, 4)
+    if num_out < 4096:
+        return GemvTile(8 if num_out > 2048 else 4, 1024, 8)
+    return GemvTile(2, 2048, 8)
 
 
 def make_workspace(device: torch.device) -> Workspace:
