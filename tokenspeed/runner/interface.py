@@ -31,7 +31,8 @@ class Runner(Protocol):
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """Queue a plan. The future fails only when the whole step failed (the engine is then dead); what concerns one
-        request alone is in its `RowResult.error`. A second plan may be queued before the first has finished."""
+        request alone is in its `RowResult.error`. A second plan may be queued before the first has finished, but no
+        third: a runner has buffers for so many."""
         ...
 
     def capture(self) -> None:
