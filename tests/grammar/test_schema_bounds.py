@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import jsonschema
 import pytest
@@ -163,6 +164,40 @@ def test_a_pattern_that_would_leave_its_json_string_is_refused(pattern: str):
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": json.loads(schema)}}
     with pytest.raises(GrammarError, match="only escaped"):
         byte_backend("xgrammar").compile("structural_tag", json.dumps(tag))
+
+
+LENGTHS: tuple[dict[str, Any], ...] = (
+    {"type": "string", "maxLength": 12},
+    {"type": "string", "minLength": 2},
+    {"type": "string", "minLength": 1, "maxLength": 9},
+)
+
+
+@pytest.mark.parametrize("library", BACKENDS)
+@pytest.mark.parametrize("schema", LENGTHS)
+def test_strings_of_limited_length_hold_no_control_characters(library: str, schema: dict[str, Any]):
+    """The bug: xgrammar's rule for a character of such a string leaves out line ends alone, so a tab or a control
+    character stood raw in it, and the output was no JSON."""
+    whole = {
+        "type": "object",
+        "properties": {"k": schema, "w": {"type": "string", "pattern": "^(a|b){2}$"}, "e": {"enum": ['^"\\\r\n', 1]}},
+        "required": ["k", "w", "e"],
+    }
+    text = json.dumps(rewrite_schema(whole, "x"))
+    tag = {"begin": "<t>", "content": {"type": "json_schema", "json_schema": json.loads(text)}, "end": "</t>"}
+    tags = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<t>"], "tags": [tag]}}
+    grammars = [(compiled(byte_backend(library), "json_schema", text), "", "")]
+    if library == "xgrammar":
+        grammars.append((compiled(byte_backend(library), "structural_tag", json.dumps(tags)), "Hm\t<t>", "</t>."))
+    for grammar, before, behind in grammars:
+        for value in ("ab", "ü 😀"):
+            for end in (1, '^"\\\r\n'):
+                answer = json.dumps({"k": value, "w": "ab", "e": end}, ensure_ascii=False)
+                assert takes(grammar, before + answer + behind), (value, end)
+        for code in range(32):
+            assert not takes(grammar, f'{before}{{"k": "a{chr(code)}b", "w": "ab", "e": 1}}{behind}'), code
+        assert not takes(grammar, f'{before}{{"k": "ab", "w": "abc", "e": 1}}{behind}')
+        assert not takes(grammar, f'{before}{{"k": "{"a" * 13 if "maxLength" in schema else "a"}", "w": "ab", "e": 1}}')
 
 
 def test_words_of_enums_are_no_patterns():

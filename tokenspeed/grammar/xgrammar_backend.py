@@ -30,6 +30,9 @@ QUICK_S = 0.3
 _ESCAPED = '"\\' + "".join(map(chr, range(32)))
 """What stands in a JSON string only behind a backslash."""
 
+_COUNTED_CHARACTER = re.compile(r'^(\w+ ::= \(\(\[\^\\"\\\\)\\r\\n(\]\)\))$', re.MULTILINE)
+"""The library's rule for a character of a string of limited length: all but quote, backslash and line ends."""
+
 _ORIGIN = re.compile(
     r"^\[[^\]]*\] \S+\.(?:cc|h):\d+: (?:Check failed: .* is (?:true|false): )?"
 )  # "[07:29:40] /project/cpp/x.cc:94: "
@@ -93,15 +96,18 @@ class XGrammarBackend:
         match kind:
             case "json_schema":
                 free = self._options.any_whitespace
-                return compiler.compile_json_schema(
-                    text, any_whitespace=free, max_whitespace_cnt=MAX_WHITESPACE if free else None
-                )
+                most = MAX_WHITESPACE if free else None
+                mended = _mended(xgrammar.Grammar.from_json_schema(text, any_whitespace=free, max_whitespace_cnt=most))
+                if mended is not None:
+                    return compiler.compile_grammar(mended)
+                return compiler.compile_json_schema(text, any_whitespace=free, max_whitespace_cnt=most)
             case "regex":
                 return compiler.compile_regex(text)
             case "ebnf":
                 return compiler.compile_grammar(text)
             case "structural_tag":
-                return compiler.compile_structural_tag(text)
+                mended = _mended(xgrammar.Grammar.from_structural_tag(text))
+                return compiler.compile_structural_tag(text) if mended is None else compiler.compile_grammar(mended)
 
     def _info(self, kind: GrammarKind) -> xgrammar.TokenizerInfo:
         """Structural tags may name special tokens by their spelling, everything else must not see them."""
@@ -161,6 +167,12 @@ def _info(tokens: list[bytes], vocabulary: Vocabulary) -> xgrammar.TokenizerInfo
     return xgrammar.TokenizerInfo(
         tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=list(vocabulary.eos_token_ids)
     )
+
+
+def _mended(grammar: xgrammar.Grammar) -> str | None:
+    """The grammar written out, with no control character in strings of limited length; None when there are none."""
+    written, num_found = _COUNTED_CHARACTER.subn(r"\1\\x00-\\x1f\2", str(grammar))
+    return written if num_found else None
 
 
 def _check_patterns(schema: Any) -> None:
