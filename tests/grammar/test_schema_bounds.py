@@ -190,10 +190,14 @@ def test_strings_of_limited_length_hold_no_control_characters(library: str, sche
     if library == "xgrammar":
         grammars.append((compiled(byte_backend(library), "structural_tag", json.dumps(tags)), "Hm\t<t>", "</t>."))
     for grammar, before, behind in grammars:
-        for value in ("ab", "ü 😀"):
+        for value in ("ab", "ü 😀", '"\n\\\t\\'):
             for end in (1, '^"\\\r\n'):
                 answer = json.dumps({"k": value, "w": "ab", "e": end}, ensure_ascii=False)
                 assert takes(grammar, before + answer + behind), (value, end)
+        if "maxLength" in schema:
+            most = json.dumps({"k": "\n" * schema["maxLength"], "w": "ab", "e": 1})
+            assert takes(grammar, before + most + behind)
+            assert not takes(grammar, before + most.replace("\\n", "\\n\\n", 1) + behind)
         for code in range(32):
             assert not takes(grammar, f'{before}{{"k": "a{chr(code)}b", "w": "ab", "e": 1}}{behind}'), code
         assert not takes(grammar, f'{before}{{"k": "ab", "w": "abc", "e": 1}}{behind}')

@@ -30,7 +30,7 @@ QUICK_S = 0.3
 _ESCAPED = '"\\' + "".join(map(chr, range(32)))
 """What stands in a JSON string only behind a backslash."""
 
-_COUNTED_CHARACTER = re.compile(r'^(\w+ ::= \(\(\[\^\\"\\\\)\\r\\n(\]\)\))$', re.MULTILINE)
+_COUNTED_CHARACTER = re.compile(r'^(\w+ ::= \()\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
 """The library's rule for a character of a string of limited length: all but quote, backslash and line ends."""
 
 _ORIGIN = re.compile(
@@ -170,8 +170,11 @@ def _info(tokens: list[bytes], vocabulary: Vocabulary) -> xgrammar.TokenizerInfo
 
 
 def _mended(grammar: xgrammar.Grammar) -> str | None:
-    """The grammar written out, with no control character in strings of limited length; None when there are none."""
-    written, num_found = _COUNTED_CHARACTER.subn(r"\1\\x00-\\x1f\2", str(grammar))
+    """The grammar written out, with no control character in strings of limited length, but with the short escapes,
+    which are one character each; None when there are no such strings."""
+    written, num_found = _COUNTED_CHARACTER.subn(
+        lambda found: found[1] + r'([^\"\\\x00-\x1f]) | ("\\" [\"\\bfnrt]))', str(grammar)
+    )
     return written if num_found else None
 
 
