@@ -231,9 +231,7 @@ def test_an_override_in_either_spelling_wins(read: Read, name: str) -> None:
 
 def test_overrides_of_another_family_are_refused(read: Read) -> None:
     """The bug: `--hf-overrides '{"moe_intermediate_size": 3}'` was taken for a GPT-OSS, and changed nothing."""
-    with pytest.raises(
-        ConfigError, match="'moe_intermediate_size' is not read for GptOssForCausalLM; of exp"
-    ):
+    with pytest.raises(ConfigError, match="'moe_intermediate_size' is not read for GptOssForCausalLM; of exp"):
         read(GPT_OSS, {"moe_intermediate_size": 3})
     with pytest.raises(ConfigError, match="'swiglu_limit' is not read for Qwen3MoeForCausalLM; of expert layers it"):
         read(QWEN, {"swiglu_limit": 3.0})
