@@ -16,11 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tokenspeed.kernels.triton import decode_attention, prefill_attention
 
-FLOATS = ("scale", "out_scale", "eps", "k_inverse", "v_inverse")
+FLOATS = ("scale", "out_scale")
 KINDS = {
     **dict.fromkeys(("page_table_ptr", "seq_lens_ptr", "query_start_ptr", "counter_ptr"), "*i32"),
-    **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64"),
-    **dict.fromkeys(("sinks_ptr", "partial_ptr", "stats_ptr", "cos_sin_ptr"), "*fp32"),
+    **dict.fromkeys(("sinks_ptr", "partial_ptr", "stats_ptr"), "*fp32"),
 }
 
 
@@ -57,12 +56,12 @@ MODELS = {"gpt-oss": ((64, 8, 64), (0, 128)), "qwen3": ((32, 8, 128), (0,))}
 for model, ((heads, kv_heads, head_dim), windows) in MODELS.items():
     for window in windows:
         has_sinks = model == "gpt-oss"
-        missing = {"q_norm_ptr", "k_norm_ptr"} | (set() if has_sinks else {"sinks_ptr"})
+        missing = set() if has_sinks else {"sinks_ptr"}
         base = shape(heads, kv_heads, head_dim, window, has_sinks)
         for rows in (8, 2048):
             tile = decode_attention.choose_decode_tile(rows, head_dim, window or None)
             sizes = base | {
-                "ROPE": True, "HAS_NORM": False, "GROUP": heads // kv_heads, "BLOCK_H": 16, "BLOCK_T": tile.block_t,
+                "GROUP": heads // kv_heads, "BLOCK_H": 16, "BLOCK_T": tile.block_t,
                 "NUM_SPLITS": tile.num_splits, "LEAST_BLOCKS": tile.least_blocks, "PDL": True,
             }
             compiled(

@@ -12,12 +12,11 @@ import torch
 from attention_cases import attention_case
 from kernel_device import DEVICE, KIND, ON_GPU
 
-from tokenspeed.attention.interface import Rotation
-from tokenspeed.kernels.reference import attention, pointwise
+from tokenspeed.kernels.reference import attention
 from tokenspeed.kernels.triton import prefill_attention as prefill
 from tokenspeed.kernels.triton import whole_prompts
 from tokenspeed.kernels.triton.decode_attention import DecodeTile, decode_attention, decode_workspace
-from tokenspeed.kernels.triton.registered import PagedAttention, RopeAttention
+from tokenspeed.kernels.triton.registered import PagedAttention
 
 BOUND = 1e-2 if torch.bfloat16 == KIND else 5e-6
 HEADS = [(4, 2, 16)] + ([(64, 8, 64), (32, 8, 128)] if ON_GPU else [(8, 1, 64)])
@@ -59,30 +58,6 @@ def test_decode(heads: tuple[int, int, int], window: int | None, has_sinks: bool
             q, keys, values, batch.page_table, batch.seq_lens, 0.2, workspace, tile, window, sinks, pdl=ON_GPU
         )
         check(out, truth)
-
-
-@pytest.mark.parametrize(("window", "has_sinks"), VIEWS)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_a_new_token_in_one_launch(heads: tuple[int, int, int], window: int | None, has_sinks: bool) -> None:
-    """Against rotary with cache write, then attention, as separate operations."""
-    num_heads, num_kv_heads, head_dim = heads
-    seq_lens = [1, 16, 17, LONGEST]
-    _, keys, values, batch = attention_case([1] * 4, seq_lens, heads, KIND, PAGE, window, DEVICE)
-    sinks = some_sinks(num_heads, has_sinks)
-    qkv = torch.randn(4, (num_heads + 2 * num_kv_heads) * head_dim, device=DEVICE).to(KIND)
-    rotation = Rotation((batch.seq_lens - 1).long(), torch.randn(LONGEST, head_dim, device=DEVICE), None, None, 0.0)
-    theirs = Pages(keys.clone(), values.clone())
-    q = pointwise.qkv_rope_cache(
-        qkv.clone(), rotation.positions, rotation.cos_sin, theirs.keys, theirs.values, batch.slots, None, None, 0.0
-    )
-    truth = attention.paged_attention(q, theirs.keys, theirs.values, batch, 0.2, window, 1.0, sinks)
-    ours = Pages(keys, values)
-    for pages in (keys, values):  # of these tokens the kernel may know nothing but what it stores
-        pages.view(-1, num_kv_heads, head_dim)[batch.slots] = torch.nan
-    check(RopeAttention(DEVICE, ON_GPU)(qkv, rotation, ours, batch, 0.2, window, sinks), truth)
-    for mine, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
-        assert torch.equal(mine.isnan(), other.isnan())
-        check(mine.nan_to_num(), other.nan_to_num())
 
 
 @pytest.mark.parametrize(("window", "has_sinks"), VIEWS)

@@ -17,7 +17,6 @@ from tokenspeed.kernels.ops import Ops
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.kernels.triton.decode_attention import (
     DecodeTile,
-    NewToken,
     choose_decode_tile,
     decode_attention,
     decode_workspace,
@@ -205,38 +204,6 @@ def test_decode_attention(
             pdl=ON_GPU,
         )
         assert error(out, case.truth(window, sinks, logit_cap)) < BOUND
-
-
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_a_new_token_is_rotated_stored_and_attended_in_one_launch(
-    reference: Ops, heads: tuple[int, int, int], num_splits: int, has_norm: bool
-) -> None:
-    """Against rotary with cache write, then attention, as separate operations."""
-    num_heads, num_kv_heads, head_dim = heads
-    contexts = [0, 63, 64, 900 if ON_GPU else 140]
-    case = Case([1] * len(contexts), contexts, heads, page_size=16)
-    batch = case.batch()
-    positions = (batch.seq_lens - 1).long()
-    pages = case.page_table[torch.arange(len(contexts), device=DEVICE), positions // 16].long()
-    batch.slots = pages * 16 + positions % 16
-    qkv = randn(len(contexts), (num_heads + 2 * num_kv_heads) * head_dim)
-    cos_sin = torch.randn(1000, head_dim, device=DEVICE)
-    norms = [(torch.rand(head_dim, device=DEVICE) + 0.5).to(KIND) if has_norm else None for _ in range(2)]
-    new = NewToken(positions, cos_sin, batch.slots, norms[0], norms[1], 1e-5)
-    ours = [case.keys.clone(), case.values.clone()]
-    workspace = decode_workspace(len(contexts), *heads, num_splits, DEVICE)
-    tile = DecodeTile(num_splits, 64, 4, 3)
-    out = decode_attention(
-        qkv, *ours, case.page_table, batch.seq_lens, case.scale, workspace, tile, pdl=ON_GPU, new_token=new
-    )
-    theirs = [case.keys.clone(), case.values.clone()]
-    q = reference.qkv_rope_cache(qkv.clone(), positions, cos_sin, *theirs, batch.slots, norms[0], norms[1], 1e-5)
-    truth = reference.paged_attention(q, *theirs, batch, case.scale, None)
-    assert error(out, truth) < BOUND
-    for mine, other in zip(ours, theirs, strict=True):
-        assert error(mine, other) < BOUND
 
 
 @pytest.mark.parametrize(("window", "has_sinks", "logit_cap"), ATTENTION_EXTRAS)

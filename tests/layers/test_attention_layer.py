@@ -9,7 +9,7 @@ import pytest
 import torch
 from memory_weight import MemoryWeight
 
-from tokenspeed.attention.interface import AttentionBatch, LayerKV, Rotation
+from tokenspeed.attention.interface import AttentionBatch, LayerKV
 from tokenspeed.cache.spec import group_layers, layer_places
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.distributed.mesh import SINGLE, Axis, Mesh
@@ -40,9 +40,8 @@ class Pages:
 
 @dataclass
 class Recording:
-    """A backend that writes down what it is asked; takes projected queries itself where `fuses`."""
+    """A backend that writes down what it is asked."""
 
-    fuses: bool
     asked: list[tuple[AttentionBatch, int | None, torch.Tensor | None]] = field(default_factory=list)
     name = "recording"
     can_record = False
@@ -62,21 +61,6 @@ class Recording:
     ) -> torch.Tensor:
         self.asked.append((batch, window, sinks))
         return q.flatten(1)
-
-    def run_projected(
-        self,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        kv: LayerKV,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        if not self.fuses:
-            return None
-        self.asked.append((batch, window, sinks))
-        return qkv[:, : qkv.shape[1] // 2]
 
 
 def step(slots: list[int]) -> AttentionBatch:
@@ -103,12 +87,11 @@ def attention(config: ModelConfig, backend: Recording, layer: int) -> Attention:
     return made
 
 
-@pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize("windows", [(8, None, 8, None), (None, 8, None, 8), (8, 8, 8, 8), ()], ids=str)
-def test_each_layer_sees_its_own_group_and_window(windows: tuple[int | None, ...], fuses: bool) -> None:
+def test_each_layer_sees_its_own_group_and_window(windows: tuple[int | None, ...]) -> None:
     """Groups count as the cache counts them; keys and values go to the slots of the layer's own group."""
     config = msgspec.structs.replace(CONFIG, layer_windows=windows)
-    backend = Recording(fuses)
+    backend = Recording()
     layers = [attention(config, backend, layer) for layer in range(4)]
     places = layer_places([layer.cache_spec for layer in layers])
     groups = group_layers([layer.cache_spec for layer in layers], 16)
@@ -120,14 +103,13 @@ def test_each_layer_sees_its_own_group_and_window(windows: tuple[int | None, ...
         assert window == (windows[number] if windows else None) == groups[places[number].group].window
         assert given is (batch if places[number].group == 0 else batch.other_groups[0])
         assert sinks is not None and sinks.shape == (config.num_heads,)
-        if not fuses:
-            assert layer._kv is not None
-            written = layer._kv.keys.flatten(0, 1).abs().sum((1, 2)).nonzero().flatten().tolist()
-            assert written == given.slots.tolist()
+        assert layer._kv is not None
+        written = layer._kv.keys.flatten(0, 1).abs().sum((1, 2)).nonzero().flatten().tolist()
+        assert written == given.slots.tolist()
 
 
 def test_a_model_without_sinks_gives_none() -> None:
-    backend = Recording(fuses=False)
+    backend = Recording()
     layer = attention(msgspec.structs.replace(CONFIG, attention_sinks=False), backend, 0)
     layer(torch.randn(1, CONFIG.hidden_size), torch.tensor([0]), step([3]))
     assert backend.asked[0][2] is None

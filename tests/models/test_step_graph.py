@@ -123,7 +123,6 @@ def with_tape(ops: Ops) -> tuple[Ops, Tape]:
         "recorder",
         "fused_linear",
         "fp8_linear",
-        "rope_attention",
         "route",
         "experts",
     )

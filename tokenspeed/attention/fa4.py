@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from tokenspeed.attention.adapters import NOT_VERIFIED, capability_obstacle, common_obstacle, package_obstacle
-from tokenspeed.attention.interface import AttentionBatch, AttentionNeed, LayerKV, Rotation
+from tokenspeed.attention.interface import AttentionBatch, AttentionNeed, LayerKV
 from tokenspeed.kernels.ops import Ops
 
 MODULE = "flash_attn.cute"
@@ -43,19 +43,6 @@ class FlashAttention4Backend:
 
     def plan(self, batch: AttentionBatch) -> None:
         """Nothing to prepare: the kernel reads lengths and pages from the device."""
-
-    def run_projected(
-        self,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        kv: LayerKV,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """See `AttentionBackend.run_projected`: the package takes rotated queries and written pages."""
-        return None
 
     def run(
         self,

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from tokenspeed.attention.adapters import NOT_VERIFIED, common_obstacle, package_obstacle
-from tokenspeed.attention.interface import AttentionBatch, AttentionNeed, LayerKV, Rotation
+from tokenspeed.attention.interface import AttentionBatch, AttentionNeed, LayerKV
 from tokenspeed.kernels.ops import Ops
 
 MODULE = "flashinfer"
@@ -48,19 +48,6 @@ class FlashInferBackend:
         """Forget the last step's split; the first layer of each window makes its own, knowing the shape of heads."""
         assert batch.query_lens_host is not None, "a recorded step has no lengths on the host"
         self._planned.clear()
-
-    def run_projected(
-        self,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        kv: LayerKV,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """See `AttentionBackend.run_projected`: the package takes rotated queries and written pages."""
-        return None
 
     def run(
         self,

@@ -90,17 +90,6 @@ class LayerKV(Protocol):
     def v_scale(self) -> float: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """What happens to queries and keys between the projection and attention: see `kernels.ops.QKVRopeCache`."""
-
-    positions: torch.Tensor
-    cos_sin: torch.Tensor
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    eps: float
-
-
 class AttentionBackend(Protocol):
     """One attention implementation.
 
@@ -141,24 +130,5 @@ class AttentionBackend(Protocol):
                 (GPT-OSS); None = no such.
         Returns:
             [T, num_heads * head_dim], dtype of q. Own buffer, valid until the next call in eager mode.
-        """
-        ...
-
-    def run_projected(
-        self,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        kv: LayerKV,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """Rotary, cache write and attention in one launch, for steps of one token a request.
-
-        Args:
-            qkv: [T, (num_heads + 2 num_kv_heads) * head_dim], as the projection leaves it.
-        Returns:
-            as `run`; None where this backend or this batch takes the steps one by one.
         """
         ...

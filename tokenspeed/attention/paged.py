@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from tokenspeed.attention.interface import AttentionBatch, AttentionNeed, LayerKV, Rotation
+from tokenspeed.attention.interface import AttentionBatch, AttentionNeed, LayerKV
 from tokenspeed.kernels.ops import Ops
 
 
@@ -18,7 +18,6 @@ class OpAttention:
 
     def __init__(self, ops: Ops) -> None:
         self._attend = ops.paged_attention
-        self._rope_attend = ops.rope_attention
 
     @staticmethod
     def why_not_shape(need: AttentionNeed) -> str | None:
@@ -43,21 +42,6 @@ class OpAttention:
     ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
         return self._attend(q, kv.keys, kv.values, batch, scale * kv.k_scale, window, kv.v_scale, sinks)
-
-    def run_projected(
-        self,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        kv: LayerKV,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """See `AttentionBackend.run_projected`."""
-        if self._rope_attend is None or batch.num_tokens != batch.num_requests:
-            return None
-        return self._rope_attend(qkv, rotation, kv, batch, scale, window, sinks)
 
 
 class PagedAttentionBackend(OpAttention):

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from tokenspeed.attention.interface import AttentionBatch, LayerKV, Rotation
+from tokenspeed.attention.interface import AttentionBatch
 from tokenspeed.moe.interface import Experts, ExpertWeights, MoeNeed, RouterRule, Routing
 
 
@@ -85,23 +85,6 @@ class PagedAttention(Protocol):
             scale: factor on the logits, with that of an 8-bit pool's keys.
             out_scale: factor on the result: that of an 8-bit pool's values.
         """
-        ...
-
-
-class RopeAttention(Protocol):
-    """`QKVRopeCache` and `PagedAttention` in one launch, for steps of one token a request."""
-
-    def __call__(
-        self,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        kv: LayerKV,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """qkv [T, (Hq + 2 Hk) * D], T = number of requests -> [T, Hq * D]; writes each token's key and value."""
         ...
 
 
@@ -259,7 +242,7 @@ class Ops:
     """The chosen implementation of every operation for one device and dtype; layers are built with it.
 
     `recorder` is None where steps cannot be recorded, `block_linear` where quantized weights cannot be kept,
-    `fused_linear` and `rope_attention` where launches cost too little to fuse for, `fp8_linear` where e4m3 weights are
+    `fused_linear` where launches cost too little to fuse for, `fp8_linear` where e4m3 weights are
     dequantized, `route` and `experts` where no expert layer can be served. `kv_dtype` is that of the KV pool.
     """
 
@@ -276,7 +259,6 @@ class Ops:
     block_linear: BlockLinear | None
     recorder: Recorder | None
     fused_linear: FusedLinear | None = None
-    rope_attention: RopeAttention | None = None
     fp8_linear: Fp8Linear | None = None
     route: Route | None = None
     experts: ExpertKernels | None = None

@@ -21,7 +21,7 @@ from tokenspeed.kernels.ops import Ops
 from tokenspeed.protocol.errors import ConfigError
 
 REQUIRED = ("embedding", "rms_norm", "add_rms_norm", "qkv_rope_cache", "paged_attention", "silu_and_mul", "linear")
-OPTIONAL = ("block_linear", "recorder", "fused_linear", "fp8_linear", "rope_attention", "route", "experts")
+OPTIONAL = ("block_linear", "recorder", "fused_linear", "fp8_linear", "route", "experts")
 
 
 @dataclass(frozen=True, slots=True)

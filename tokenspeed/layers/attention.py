@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenspeed.attention.interface import AttentionBackend, AttentionBatch, LayerKV, Rotation
+from tokenspeed.attention.interface import AttentionBackend, AttentionBatch, LayerKV
 from tokenspeed.cache.spec import LayerCacheSpec
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.distributed.mesh import Mesh
@@ -139,25 +139,15 @@ class Attention:
         batch = batch.group(self._group)
         sinks = None if self._sinks is None else self._sinks.values
         qkv = self._qkv.fused(x.x, x.norm.weight, x.norm.eps) if isinstance(x, Normed) else self._qkv(x)
-        rotation = Rotation(
-            positions,
-            self._rotary.cos_sin,
-            None if self._q_norm is None else self._q_norm.weight,
-            None if self._k_norm is None else self._k_norm.weight,
-            self._eps,
-        )
-        attended = self._backend.run_projected(qkv, rotation, self._kv, batch, self._scale, self._window, sinks)
-        if attended is not None:
-            return attended
         q = self._ops.qkv_rope_cache(
             qkv,
             positions,
-            rotation.cos_sin,
+            self._rotary.cos_sin,
             self._kv.keys,
             self._kv.values,
             batch.slots,
-            rotation.q_norm,
-            rotation.k_norm,
+            None if self._q_norm is None else self._q_norm.weight,
+            None if self._k_norm is None else self._k_norm.weight,
             self._eps,
             *self._kv_scales,
         )

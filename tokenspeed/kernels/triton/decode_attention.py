@@ -21,30 +21,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit
-def _rotated(
-    ptr, heads, dims, positions_ptr, cos_sin_ptr, norm_ptr, row, eps,
-    HAS_NORM: tl.constexpr, HEAD_DIM: tl.constexpr, in_group,
-):  # fmt: skip
-    """Heads [BLOCK_H, BLOCK_D] of one token after optional RMSNorm and NeoX rotary, float32. Each value reads the other
-    of its pair once more: a few hundred bytes, from cache."""
-    half: tl.constexpr = HEAD_DIM // 2
-    low = dims < half
-    partner = tl.where(low, dims + half, dims - half)
-    mask = in_group[:, None] & (dims < HEAD_DIM)[None, :]
-    x = tl.load(ptr + heads[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-    other = tl.load(ptr + heads[:, None] * HEAD_DIM + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        inside = dims < HEAD_DIM
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
-        x *= scale * tl.load(norm_ptr + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
-        other *= scale * tl.load(norm_ptr + partner, mask=inside, other=0.0).to(tl.float32)[None, :]
-    table = cos_sin_ptr + tl.load(positions_ptr + row) * HEAD_DIM + tl.where(low, dims, partner)
-    cos = tl.load(table, mask=dims < HEAD_DIM, other=0.0)[None, :]
-    sin = tl.load(table + half, mask=dims < HEAD_DIM, other=0.0)[None, :]
-    return x * cos + tl.where(low, -1.0, 1.0)[None, :] * other * sin
-
-
 # A stride or a count that grows with the context is not written into the kernel: each variant would compile anew.
 @triton.jit(do_not_specialize=["page_table_stride"])
 def _decode_kernel(
@@ -58,20 +34,10 @@ def _decode_kernel(
     partial_ptr,
     stats_ptr,
     counter_ptr,
-    positions_ptr,
-    cos_sin_ptr,
-    slots_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
     scale,
     out_scale,
-    eps,
-    k_inverse,
-    v_inverse,
     page_table_stride,
     q_stride,
-    ROPE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     logit_cap: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -114,44 +80,10 @@ def _decode_kernel(
     acc = tl.zeros((BLOCK_H, BLOCK_D), dtype=tl.float32)
     token_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     q_row = q_ptr + request.to(tl.int64) * q_stride
-    known = last
-    if ROPE:
-        # q_ptr is [queries | keys | values] before the rotary. The split that holds the newest token stores its key and
-        # value and starts from them; the pages know every other one.
-        kind = q_ptr.dtype.element_ty
-        q = _rotated(
-            q_row, heads, dims, positions_ptr, cos_sin_ptr, q_norm_ptr, request, eps, HAS_NORM, HEAD_DIM, in_group
-        ).to(kind)
-        if (first < seq_len) & (last == seq_len):
-            known = seq_len - 1
-            one = tl.arange(0, 1)
-            k_row = q_row + NUM_KV_HEADS * GROUP * HEAD_DIM
-            k_head = kv_head + one
-            new_k = _rotated(
-                k_row, k_head, dims, positions_ptr, cos_sin_ptr, k_norm_ptr, request, eps, HAS_NORM, HEAD_DIM, one == 0
-            )
-            v_where = k_row + (NUM_KV_HEADS + k_head)[:, None] * HEAD_DIM + dims[None, :]
-            new_v = tl.load(v_where, mask=in_head[None, :], other=0.0).to(tl.float32)
-            stored = k_ptr.dtype.element_ty
-            if stored.is_fp8():
-                new_k = tl.clamp(new_k * k_inverse, -448.0, 448.0)
-                new_v = tl.clamp(new_v * v_inverse, -448.0, 448.0)
-            cache = tl.load(slots_ptr + request) * token_stride + k_head[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(k_ptr + cache, new_k.to(stored), mask=in_head[None, :])
-            tl.store(v_ptr + cache, new_v.to(stored), mask=in_head[None, :])
-            new_k = new_k.to(stored).to(kind).to(tl.float32)
-            best = tl.sum(q.to(tl.float32) * new_k, axis=1) * scale
-            if logit_cap > 0:
-                best = logit_cap * (2.0 / (1.0 + tl.exp(-2.0 * best / logit_cap)) - 1.0)
-            total = tl.full((BLOCK_H,), 1.0, dtype=tl.float32)
-            acc += new_v.to(stored).to(kind).to(tl.float32)
-    else:
-        q = tl.load(
-            q_row + heads[:, None] * HEAD_DIM + dims[None, :], mask=in_group[:, None] & in_head[None, :], other=0.0
-        )
-    for start in range(first, known, BLOCK_T):
+    q = tl.load(q_row + heads[:, None] * HEAD_DIM + dims[None, :], mask=in_group[:, None] & in_head[None, :], other=0.0)
+    for start in range(first, last, BLOCK_T):
         tokens = start + tl.arange(0, BLOCK_T)
-        live = tokens < known
+        live = tokens < last
         pages = tl.load(page_table_ptr + request * page_table_stride + tokens // PAGE_SIZE, mask=live, other=0)
         slots = pages.to(tl.int64) * PAGE_SIZE + tokens % PAGE_SIZE
         where = slots[:, None] * token_stride + kv_head * HEAD_DIM + dims[None, :]
@@ -231,25 +163,6 @@ class DecodeTile:
     least_blocks: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class NewToken:
-    """What a decode step does to its one token a request before it attends: see `kernels.ops.QKVRopeCache`.
-
-    Fields:
-        positions, slots: [R] int64. cos_sin: [max_position, D] float32. q_norm, k_norm: [D] or None.
-        k_scale, v_scale: of an 8-bit pool; keys and values are divided by them when stored.
-    """
-
-    positions: torch.Tensor
-    cos_sin: torch.Tensor
-    slots: torch.Tensor
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
-    eps: float = 0.0
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-
-
 def decode_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -264,7 +177,6 @@ def decode_attention(
     logit_cap: float | None = None,
     pdl: bool = True,
     out_scale: float = 1.0,
-    new_token: NewToken | None = None,
 ) -> torch.Tensor:
     """q [R, Hq, D] (last two dims contiguous), keys and values [pages, page_size, Hk, D], page_table [R, P] int32,
     seq_lens [R] int32 -> [R, Hq * D].
@@ -275,16 +187,12 @@ def decode_attention(
         tile: see `choose_decode_tile`; one split needs no workspace.
         window: tokens that a query sees, itself included; pages before it are not read.
         sinks: [Hq] float32.
-        new_token: q is then [R, (Hq + 2 Hk) * D], queries, keys and values as they come from the projection; the kernel
-            rotates them, stores the key and value, and attends, in one launch.
     """
     _, page_size, num_kv_heads, head_dim = keys.shape
-    num_requests = q.shape[0]
-    num_heads = q.shape[1] if new_token is None else q.shape[1] // head_dim - 2 * num_kv_heads
+    num_requests, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
     out = q.new_empty(num_requests, num_heads * head_dim)
     partials, stats, counters = workspace
-    new = new_token
     _decode_kernel[(num_requests, num_kv_heads, tile.num_splits)](
         q,
         keys,
@@ -296,20 +204,10 @@ def decode_attention(
         partials,
         stats,
         counters,
-        None if new is None else new.positions,
-        None if new is None else new.cos_sin,
-        None if new is None else new.slots,
-        None if new is None else new.q_norm,
-        None if new is None else new.k_norm,
         scale,
         out_scale,
-        0.0 if new is None else new.eps,
-        1.0 if new is None else 1.0 / new.k_scale,
-        1.0 if new is None else 1.0 / new.v_scale,
         page_table.stride(0),
         q.stride(0),
-        ROPE=new is not None,
-        HAS_NORM=new is not None and new.q_norm is not None,
         logit_cap=logit_cap or 0.0,
         WINDOW=window or 0,
         HAS_SINKS=sinks is not None,

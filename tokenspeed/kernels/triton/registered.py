@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tokenspeed.attention.interface import AttentionBatch, LayerKV, Rotation
+from tokenspeed.attention.interface import AttentionBatch
 from tokenspeed.kernels.cuda_graph import CudaGraphRecorder
 from tokenspeed.kernels.registry import Implementation, Need
 from tokenspeed.kernels.triton.decode_attention import (
     DecodeTile,
-    NewToken,
     choose_decode_tile,
     decode_attention,
     decode_workspace,
@@ -100,53 +99,6 @@ class _Workspaces:
         if shape not in self._made:
             self._made[shape] = decode_workspace(*shape, self._device)
         return self._made[shape]
-
-
-class RopeAttention:
-    """`kernels.ops.RopeAttention`."""
-
-    def __init__(self, device: torch.device, pdl: bool) -> None:
-        self._pdl = pdl
-        self._workspaces = _Workspaces(device)
-
-    def __call__(
-        self,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        kv: LayerKV,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        _, _, num_kv_heads, head_dim = kv.keys.shape
-        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        tile = choose_decode_tile(qkv.shape[0] * num_kv_heads, head_dim, window)
-        new_token = NewToken(
-            rotation.positions,
-            rotation.cos_sin,
-            batch.slots,
-            rotation.q_norm,
-            rotation.k_norm,
-            rotation.eps,
-            kv.k_scale,
-            kv.v_scale,
-        )
-        return decode_attention(
-            qkv,
-            kv.keys,
-            kv.values,
-            batch.page_table,
-            batch.seq_lens,
-            scale * kv.k_scale,
-            self._workspaces.get(qkv.shape[0], num_heads, num_kv_heads, head_dim, tile),
-            tile,
-            window,
-            sinks,
-            pdl=self._pdl,
-            out_scale=kv.v_scale,
-            new_token=new_token,
-        )
 
 
 class PagedAttention:
@@ -275,7 +227,6 @@ IMPLEMENTATIONS = (
     _entry("add_rms_norm", lambda need: _Norms(_has_pdl(need)).add_rms_norm),
     _entry("qkv_rope_cache", lambda need: _RopeCache(_has_pdl(need))),
     _entry("paged_attention", lambda need: PagedAttention(need.device, _has_pdl(need))),
-    _entry("rope_attention", lambda need: RopeAttention(need.device, _has_pdl(need))),
     _entry("silu_and_mul", lambda need: _SiluAndMul(_has_pdl(need))),
     _entry("linear", _make_linear),
     _entry("fused_linear", lambda need: TritonLinear(need.device, _has_pdl(need)), _why_not_half),
