@@ -57,6 +57,22 @@ def test_the_listener_before_still_hears(monitor):
     assert first.num_compiled == second.num_compiled == 1
 
 
+def test_what_the_start_compiled_by_itself_is_named(monitor, caplog):
+    caplog.set_level(logging.INFO)
+    watching = monitor()
+    for name in ("_a", "_b", "_a"):
+        compiled(name, seconds=0.5)
+    compiled("_loaded", cache_hit=True)
+    watching.serving()
+    assert [record.getMessage() for record in caplog.records] == [
+        "3 kernels were compiled here, in 1.5 s: _a x 2, _b x 1"
+    ]
+    caplog.clear()
+    quiet = monitor()
+    quiet.serving()
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("cache_hit", [False, True])
 def test_modes(monitor, caplog, cache_hit):
     caplog.set_level(logging.WARNING)

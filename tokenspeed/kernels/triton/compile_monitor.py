@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class CompileMonitor:
         self.num_compiled = 0
         self.compile_s = 0.0
         self.num_loaded = 0
+        self._compiled: list[str] = []
 
     def install(self) -> None:
         """Listen from now on."""
@@ -58,8 +60,11 @@ class CompileMonitor:
         triton.knobs.compilation.listener = self._before
 
     def serving(self) -> None:
-        """Everything should be ready from now on."""
+        """Everything should be ready from now on. Says what this process had to compile by itself, one by one."""
         self._is_serving = True
+        if self._compiled:
+            names = ", ".join(f"{name} x {count}" for name, count in Counter(self._compiled).most_common())
+            logger.info("%d kernels were compiled here, in %.1f s: %s", len(self._compiled), self.compile_s, names)
 
     def totals(self) -> tuple[int, float]:
         """Kernels compiled by this process and the seconds that took; those loaded from the disk do not count."""
@@ -71,14 +76,16 @@ class CompileMonitor:
         if self._before is not None:
             self._before(src=src, metadata=metadata, metadata_group=metadata_group, times=times, cache_hit=cache_hit)
         seconds = times.total / 1e6
+        name = metadata.get("name") or getattr(src, "name", "a kernel")
         if cache_hit:
             self.num_loaded += 1
         else:
             self.num_compiled += 1
             self.compile_s += seconds
+            if not self._is_serving:
+                self._compiled.append(name)
         if not self._is_serving or self._mode == "off":
             return
-        name = metadata.get("name") or getattr(src, "name", "a kernel")
         did = "loaded from the disk" if cache_hit else f"compiled in {seconds:.2f} s"
         message = f"{name} was {did} while serving: this variant is missing from the warm-up"
         if self._mode == "error":
