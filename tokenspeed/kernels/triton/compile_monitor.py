@@ -76,7 +76,7 @@ class CompileMonitor:
         if self._before is not None:
             self._before(src=src, metadata=metadata, metadata_group=metadata_group, times=times, cache_hit=cache_hit)
         seconds = times.total / 1e6
-        name = metadata.get("name") or getattr(src, "name", "a kernel")
+        name = str(metadata.get("name") or getattr(src, "name", "a kernel"))
         if cache_hit:
             self.num_loaded += 1
         else:
