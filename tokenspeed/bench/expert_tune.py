@@ -55,6 +55,9 @@ WIDE_PARTS_TOKENS = 256
 WIDEN_TOKENS = 1024
 """From here on MXFP4 is also tried widened first: below, that alone takes longer than the products."""
 MAX_ERROR = 1e-2
+MIN_TMA_TOKENS = 4096
+"""A launch with the copy engine describes its matrix anew, some 0.1 ms of a host's time that a graph does not show:
+below this the GPU would wait for it (docs/log.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +116,6 @@ def _small_tiles(format: ExpertFormat, is_up: bool) -> Iterator[GroupedTile]:
     }
     tiles = [GroupedTile(block_n, block_k, 1, stages, warps) for block_n, block_k, stages, warps in sizes[format]]
     yield from tiles
-    if format == "dense":
-        for block_n, block_k, stages in ((64, 128, 4), (128, 64, 4), (128, 64, 6)):
-            yield GroupedTile(block_n, block_k, 1, stages, 4, tma=True)
     if format == "mxfp4":
         if is_up:
             yield GroupedTile(32, 128, 1, 6, 4)
@@ -187,9 +187,13 @@ def _candidates(
     need: MoeNeed, count: int, block_m: int, is_up: bool
 ) -> Iterator[tuple[MoeNeed, Iterator[GroupedTile]]]:
     """Tiles with the layer as the kernel sees it."""
-    yield need, tile_candidates(need.format, block_m, is_up)
+    yield need, _launchable(tile_candidates(need.format, block_m, is_up), count)
     if may_widen(need, count, block_m):
-        yield replace(need, format="dense"), widened_candidates(block_m)
+        yield replace(need, format="dense"), _launchable(widened_candidates(block_m), count)
+
+
+def _launchable(tiles: Iterator[GroupedTile], count: int) -> Iterator[GroupedTile]:
+    return (tile for tile in tiles if not tile.tma or count >= MIN_TMA_TOKENS)
 
 
 def may_widen(need: MoeNeed, count: int, block_m: int) -> bool:
@@ -277,8 +281,8 @@ class ExpertTuner:
 
     def _tiles(self, inputs: Inputs, is_up: bool) -> Iterator[GroupedTile]:
         if inputs.widened:
-            return widened_candidates(inputs.block_m)
-        return tile_candidates(self._shape.format, inputs.block_m, is_up)
+            return _launchable(widened_candidates(inputs.block_m), inputs.count)
+        return _launchable(tile_candidates(self._shape.format, inputs.block_m, is_up), inputs.count)
 
     def _matrices(self, inputs: Inputs, is_up: bool) -> list[ExpertMatrix]:
         """One for each call; widened ones are all of the first layer, far larger than what a GPU caches."""
