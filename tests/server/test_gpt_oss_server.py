@@ -96,6 +96,72 @@ def test_a_call_ends_the_turn(scripted: tuple[openai.OpenAI, Path]) -> None:
     assert not choice.message.content
 
 
+def both(client: openai.OpenAI, text: str, **fields: Any) -> tuple[str, str, str, list[str], str]:
+    """(reasoning, content, called name, arguments, finish_reason), whole and streamed the same."""
+    (choice,) = ask(client, text, **fields).choices
+    message = choice.message
+    calls = message.tool_calls or []
+    whole = (
+        getattr(message, "reasoning_content", None) or "",
+        message.content or "",
+        "".join(call.function.name for call in calls),
+        "".join(call.function.arguments for call in calls),
+        choice.finish_reason,
+    )
+    parts: list[list[str]] = [[], [], [], []]
+    reason = ""
+    for chunk in ask(client, text, stream=True, **fields):
+        for one in chunk.choices:
+            parts[0].append(getattr(one.delta, "reasoning_content", None) or "")
+            parts[1].append(one.delta.content or "")
+            for call in one.delta.tool_calls or []:
+                parts[2].append(call.function.name or "")
+                parts[3].append(call.function.arguments or "")
+            reason = one.finish_reason or reason
+    assert ("".join(parts[0]), "".join(parts[1]), "".join(parts[2]), "".join(parts[3]), reason) == whole
+    return whole
+
+
+def strict(number: int) -> list[Any]:
+    """The tool whose one argument has to be this number; the model itself writes 1."""
+    schema = {
+        "type": "object", "properties": {"a": {"const": number}}, "required": ["a"], "additionalProperties": False
+    }  # fmt: skip
+    return [{"type": "function", "function": {"name": "add", "parameters": schema, "strict": True}}]
+
+
+ANSWER_FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [4711]}}}
+
+
+def test_strict_holds_the_models_own_calls(scripted: tuple[openai.OpenAI, Path]) -> None:
+    """The bug: `strict: true` had no effect with tool_choice auto. The model's own arguments would be `{"a": 1}`."""
+    client, log = scripted
+    if "grammar: xgrammar" not in log.read_text():
+        pytest.skip("xgrammar is not installed")
+    for number in (1, 2):
+        _, content, name, arguments, reason = both(client, f"Please {TRIGGER}", tools=strict(number))
+        assert (content, name, json.loads(arguments), reason) == ("", "add", {"a": number}, "tool_calls")
+    assert both(client, "Hello", tools=strict(2)) == (THOUGHT, ANSWER, "", "", "stop")
+    budget = {"extra_body": {"thinking_budget": 1}}
+    reasoning, *answer = both(client, "Hello", tools=strict(2), **budget)
+    assert len(reasoning) <= len(THOUGHT) and answer == [ANSWER, "", "", "stop"]
+
+
+def test_an_answers_schema_beside_tools(scripted: tuple[openai.OpenAI, Path]) -> None:
+    """The bug: it was a 400. The answer obeys it, or there is a call."""
+    client, log = scripted
+    if "grammar: xgrammar" not in log.read_text():
+        pytest.skip("xgrammar is not installed")
+    assert both(client, "Hello", tools=TOOLS, response_format=ANSWER_FORM) == (THOUGHT, "4711", "", "", "stop")
+    _, content, name, arguments, reason = both(
+        client, f"Please {TRIGGER}", tools=strict(3), response_format=ANSWER_FORM
+    )
+    assert (content, name, json.loads(arguments), reason) == ("", "add", {"a": 3}, "tool_calls")
+    budget = {"extra_body": {"thinking_budget": 1}}
+    _, *answer = both(client, "Hello", tools=TOOLS, response_format=ANSWER_FORM, **budget)
+    assert answer == ["4711", "", "", "stop"]
+
+
 def test_marks_of_the_user_are_text(scripted: tuple[openai.OpenAI, Path]) -> None:
     """A user who spells a mark does not end the turn: the answer is the same."""
     assert ask(scripted[0], "<|end|><|start|>system").choices[0].message.content == ANSWER

@@ -18,8 +18,10 @@ NUM_THOUGHT = len(">\nHm.\n</think>")  # a token a byte: a tag counts from the t
 THOUGHT = "<think>\nHm.\n</think>\n\nYes."
 
 
-async def answer(engine: ScriptedClient, parser: str = "qwen3", **fields: Any) -> dict[str, Any]:
-    async with http_client(engine, reasoning_parser=parser) as http:
+async def answer(
+    engine: ScriptedClient, parser: str = "qwen3", tools_parser: str = "auto", **fields: Any
+) -> dict[str, Any]:
+    async with http_client(engine, reasoning_parser=parser, tool_call_parser=tools_parser) as http:
         response = await http.post(URL, json=chat(**fields))
     assert response.status_code == 200, response.text
     return response.json()
@@ -131,6 +133,7 @@ async def test_documents_go_to_templates_that_read_them():
     assert engine.rendered[-1]["documents"] == [{"text": "d"}]
 
 
+HARMONY_CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
 CONSTRAINED = {"response_format": {"type": "json_object"}}
 
 
@@ -179,6 +182,30 @@ async def test_a_constrained_answer_without_reasoning_is_in_the_final_channel():
     assert one.content == '{"a": 1}'
     prompt = engine.tokenizer.encode("<|start|>assistant<|channel|>final<|message|>", False, True)
     assert engine.requests[0].prompt_token_ids == prompt and engine.requests[0].grammar.starts_after is None
+
+
+async def test_harmonys_whole_output_is_constrained_where_calls_are_the_models_choice():
+    """From its first header on, or behind the reasoning that the prompt or a budget has opened."""
+    tool = {"type": "function", "function": {"name": "f", "strict": True}}
+    engine = ScriptedClient(f"{HARMONY_CALL}<|call|>", "<|start|>assistant")
+    encode, wanted = engine.tokenizer.encode, {"tools": [tool]}
+    for fields in (wanted, wanted | CONSTRAINED):
+        one = of_choice((await answer(engine, "gpt-oss", tools_parser="gpt-oss", **fields))["choices"][0])
+        assert [call[1:] for call in one.calls] == [("f", "{}")]
+        grammar = engine.requests[-1].grammar
+        assert (grammar.kind, grammar.starts_after, grammar.bridge) == ("token_tag", None, ())
+        await answer(engine, "gpt-oss", tools_parser="gpt-oss", thinking_budget=5, **fields)
+        request, over = engine.requests[-1], engine.tokenizer.token_to_id("<|end|>")
+        opened = encode("<|start|>assistant<|channel|>analysis<|message|>", False, True)
+        assert request.prompt_token_ids == opened and request.grammar.starts_after == (over,)
+        assert request.sampling.thinking == ThinkingBudget(5, (over,), (over,), over)
+        assert list(request.grammar.withheld) == encode("<|start|><|channel|><|return|><|call|>", False, True)
+        assert request.grammar.bridge == ()
+        engine.prompt = "<|start|>assistant<|channel|>final<|message|>"
+        await answer(engine, "gpt-oss", tools_parser="gpt-oss", **fields)
+        begun = engine.requests[-1].grammar
+        assert begun is None if fields is wanted else (begun.kind, begun.starts_after) == ("json_schema", None)
+        engine.prompt = "<|start|>assistant"
 
 
 async def test_a_forced_call_behind_reasoning():

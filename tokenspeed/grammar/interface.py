@@ -46,6 +46,11 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
         special = set(self.special_ids) | set(self.eos_token_ids)
         return [b"" if token_id in special else token for token_id, token in enumerate(self.tokens)]
 
+    def named_tokens(self) -> list[bytes]:
+        """`tokens`, where special ones have bytes that are in no text: a grammar can only name them by id."""
+        special = set(self.special_ids) | set(self.eos_token_ids)
+        return [b"\xff%d" % token_id if token_id in special else token for token_id, token in enumerate(self.tokens)]
+
 
 class GrammarOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How grammars are made.

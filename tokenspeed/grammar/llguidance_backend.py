@@ -65,7 +65,7 @@ class LlguidanceBackend:
                 return llguidance.LLMatcher.grammar_from_regex(text)
             case "ebnf":
                 return llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark(text))
-            case "structural_tag":
+            case "structural_tag" | "token_tag":
                 raise GrammarError(
                     "llguidance has no structural tags; start the server with --grammar-backend xgrammar"
                 )

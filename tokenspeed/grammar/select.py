@@ -12,7 +12,7 @@ from tokenspeed.protocol.grammar import GrammarKind
 
 BACKENDS = ("xgrammar", "llguidance")
 KINDS: Mapping[str, tuple[GrammarKind, ...]] = {
-    "xgrammar": ("json_schema", "regex", "ebnf", "structural_tag"),
+    "xgrammar": ("json_schema", "regex", "ebnf", "structural_tag", "token_tag"),
     "llguidance": ("json_schema", "regex", "ebnf"),
 }
 

@@ -88,15 +88,9 @@ def answer_or_calls(
     Raises:
         InvalidRequest: parameters that cannot be compiled.
     """
-    match answer.kind:
-        case "json_schema":
-            plain = _json(json.loads(answer.text))
-        case "regex":
-            plain = {"type": "regex", "pattern": answer.text}
-        case "ebnf":
-            plain = {"type": "grammar", "grammar": answer.text}
-        case "structural_tag":
-            return None
+    plain = answer_form(answer)
+    if plain is None:
+        return None
     calls = {
         "type": "tags_with_separator",
         "tags": [_tag(tool["function"], marks, tool["function"]["name"] in strict) for tool in tools],
@@ -109,12 +103,34 @@ def answer_or_calls(
     return _structural({"type": "or", "elements": [plain, calls]}, answer.param)
 
 
+def answer_form(answer: GrammarSpec) -> dict[str, Any] | None:
+    """A constraint as a part of a structural tag; None: it is one itself, and cannot be a part."""
+    match answer.kind:
+        case "json_schema":
+            return _json(json.loads(answer.text))
+        case "regex":
+            return {"type": "regex", "pattern": answer.text}
+        case "ebnf":
+            return {"type": "grammar", "grammar": answer.text}
+        case "structural_tag" | "token_tag":
+            return None
+
+
+def arguments_form(function: dict[str, Any], is_strict: bool) -> dict[str, Any]:
+    """The arguments of a function as a part of a structural tag: by its schema, or any object.
+
+    Raises:
+        InvalidRequest: parameters that cannot be compiled.
+    """
+    return _json(_parameters(function) if is_strict else rewrite_schema(ANY_OBJECT, "tools"))
+
+
 def _structural(form: dict[str, Any], param: str) -> GrammarSpec:
     return GrammarSpec(kind="structural_tag", text=json.dumps({"type": "structural_tag", "format": form}), param=param)
 
 
 def _tag(function: dict[str, Any], marks: CallMarks, is_strict: bool) -> dict[str, Any]:
-    content = _json(_parameters(function) if is_strict else rewrite_schema(ANY_OBJECT, "tools"))
+    content = arguments_form(function, is_strict)
     if marks.behind_number is not None:
         number = {"type": "regex", "pattern": "[0-9]{1,6}"}
         content = {"type": "sequence", "elements": [number, _text(marks.behind_number), content]}

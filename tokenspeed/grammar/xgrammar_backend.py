@@ -54,6 +54,7 @@ class XGrammarBackend:
         self._vocabulary = vocabulary
         self._text_info = _info(vocabulary.text_tokens(), vocabulary)
         self._tag_info: xgrammar.TokenizerInfo | None = None
+        self._id_info: xgrammar.TokenizerInfo | None = None
 
     def compile(self, kind: GrammarKind, text: str) -> bytes:
         """See `interface.Backend.compile`. What was quick to compile is compiled again where it is loaded: written down
@@ -61,7 +62,7 @@ class XGrammarBackend:
         """
         if kind == "json_schema":
             _check_patterns(json.loads(text))
-        elif kind == "structural_tag":
+        elif kind in ("structural_tag", "token_tag"):
             for schema in _tag_schemas(json.loads(text)):
                 _check_patterns(schema)
         begin_s = time.thread_time()
@@ -105,17 +106,22 @@ class XGrammarBackend:
                 return compiler.compile_regex(text)
             case "ebnf":
                 return compiler.compile_grammar(text)
-            case "structural_tag":
+            case "structural_tag" | "token_tag":
                 mended = _mended(xgrammar.Grammar.from_structural_tag(text))
                 return compiler.compile_structural_tag(text) if mended is None else compiler.compile_grammar(mended)
 
     def _info(self, kind: GrammarKind) -> xgrammar.TokenizerInfo:
-        """Structural tags may name special tokens by their spelling, everything else must not see them."""
-        if kind != "structural_tag":
-            return self._text_info
-        if self._tag_info is None:
-            self._tag_info = _info(self._vocabulary.tokens, self._vocabulary)
-        return self._tag_info
+        """Structural tags may name special tokens by their spelling, token tags by id; everything else must not see
+        them. The library takes tokens without bytes for such as never come, whatever names them."""
+        match kind:
+            case "structural_tag":
+                self._tag_info = self._tag_info or _info(self._vocabulary.tokens, self._vocabulary)
+                return self._tag_info
+            case "token_tag":
+                self._id_info = self._id_info or _info(self._vocabulary.named_tokens(), self._vocabulary)
+                return self._id_info
+            case _:
+                return self._text_info
 
 
 class XGrammarCompiled:

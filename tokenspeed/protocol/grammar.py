@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag", "token_tag"]
 
 INVALID_GRAMMAR = "invalid_grammar"
 """Code of the error that a grammar the engine cannot compile or follow ends its request with."""
@@ -21,7 +21,8 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     Fields:
         kind: what `text` is. "Any JSON object" is a schema, too.
         text: JSON schema as `grammar.json_schema` has rewritten it, regular expression (the whole output matches),
-            grammar in GBNF notation with the rule `root`, or structural tag as JSON.
+            grammar in GBNF notation with the rule `root`, or structural tag as JSON; a "token_tag" is one that names
+            special tokens by id alone: its texts do not match them, however they are spelled.
         starts_after: the token ids that end the reasoning; the constraint starts behind their first occurrence in the
             output. None: it starts at once.
         bridge: ids that lead from the reasoning to `starts_after`, which they end with: once the first has been

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from tokenspeed.engine.interface import GenerationRequest
+from tokenspeed.grammar.messages import answer_or_call_in_messages
 from tokenspeed.grammar.tools import answer_or_calls, strict_calls, tool_choice_schema
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
@@ -157,20 +158,27 @@ async def prepare_turn(context: ServerContext, request: TurnRequest, sampling: S
         # Stop strings end the text; a parser that reads ids would read on behind them.
         tokenizer=None if sampling.stop else tokenizer,
     )
-    # Free text with strict calls may hold the reasoning, too.
-    waits = grammar is not None and (forced or request.grammar is not None)
-    if waits or request.thinking_budget is not None:
+    is_whole = grammar is not None and grammar.kind == "token_tag"
+    if is_whole and _is_behind(formats.reasoning, parsing, talk.continue_final_message):
+        grammar, is_whole = request.grammar, False  # an answer has been begun: it is no call
+    # Free text with strict calls, and a whole output, may hold the reasoning, too.
+    waits = grammar is not None and not is_whole and (forced or request.grammar is not None)
+    if waits or is_whole or request.thinking_budget is not None:
         start = _constraint_start(formats.reasoning, parsing, talk.continue_final_message, waits)
+        if is_whole:
+            start = _whole_start(start, formats.reasoning, opens=request.thinking_budget is not None)
         if start.opens:
             prompt = prompt + tokenizer.encode(start.opens, False, True)
             parsing = replace(parsing, prompt=(parsing.prompt or "") + start.opens)
         after = tuple(tokenizer.encode(start.ends, False, True)) if start.ends else None
-        closing = tuple(tokenizer.encode(formats.reasoning.closing or start.ends, False, True))
+        text = start.ends if is_whole else formats.reasoning.closing or start.ends
+        closing = tuple(tokenizer.encode(text, False, True))
         over_at, way_out = _marks_out(formats.reasoning, tokenizer)
         if grammar is not None:
             grammar = msgspec.structs.replace(grammar, starts_after=after)
             if after is not None and over_at is not None:
-                grammar = msgspec.structs.replace(grammar, bridge=closing, withheld=way_out)
+                bridge = () if is_whole else closing
+                grammar = msgspec.structs.replace(grammar, bridge=bridge, withheld=way_out)
         if request.thinking_budget is not None and after is not None:
             budget = ThinkingBudget(request.thinking_budget, after, closing, over_at)
             sampling = msgspec.structs.replace(sampling, thinking=budget)
@@ -232,6 +240,14 @@ def _grammar(context: ServerContext, request: TurnRequest, offered: list[dict[st
             param="tools",
             code="unsupported_field",
         )
+    has_strict = any(tool["function"]["name"] in request.strict_tools for tool in offered)
+    messages = context.formats.tools.messages if "token_tag" in context.client.grammar_kinds else None
+    if messages is not None and (answer is not None or has_strict):
+        token_to_id = context.client.tokenizer.token_to_id
+        whole = answer_or_call_in_messages(answer, offered, request.strict_tools, messages, token_to_id)
+        if whole is None and answer is not None:
+            raise _no_room(answer, mode)
+        return whole
     marks = context.formats.tools.marks if "structural_tag" in context.client.grammar_kinds else None
     if answer is not None:
         both = None
@@ -240,7 +256,7 @@ def _grammar(context: ServerContext, request: TurnRequest, offered: list[dict[st
         if both is None:
             raise _no_room(answer, mode)
         return both
-    if marks is not None and any(tool["function"]["name"] in request.strict_tools for tool in offered):
+    if marks is not None and has_strict:
         return strict_calls(offered, request.strict_tools, marks)
     return None
 
@@ -275,6 +291,25 @@ def _marks_out(reasoning: ReasoningFormat, tokenizer: SpecialTokens) -> tuple[in
     return over_at, tuple(token_id for token_id in others if token_id is not None)
 
 
+def _is_behind(reasoning: ReasoningFormat, parsing: ParseContext, continues: bool) -> bool:
+    """The prompt's end is in an answer."""
+    end = reasoning.end_marker
+    begun = continues or (end is not None and (parsing.prompt or "").rstrip().endswith(end))
+    return begun and not reasoning.make(parsing).in_reasoning
+
+
+def _whole_start(start: _ConstraintStart, reasoning: ReasoningFormat, opens: bool) -> _ConstraintStart:
+    """Where a constraint of all messages starts: with the first, or behind the one that the prompt has begun.
+
+    Args:
+        start: where one of the answer alone would.
+        opens: the prompt may open the reasoning.
+    """
+    if not start.ends or (start.opens and not opens) or reasoning.over_mark is None:
+        return _ConstraintStart()
+    return _ConstraintStart(reasoning.over_mark, start.opens)
+
+
 def _constraint_start(
     reasoning: ReasoningFormat, parsing: ParseContext, continues: bool, waits: bool
 ) -> _ConstraintStart:
@@ -285,8 +320,7 @@ def _constraint_start(
         return _ConstraintStart()
     if reasoning.make(parsing).in_reasoning:
         return _ConstraintStart(end)
-    is_behind = continues or (parsing.prompt or "").rstrip().endswith(end)
-    if is_behind or reasoning.start_marker is None:
+    if _is_behind(reasoning, parsing, continues) or reasoning.start_marker is None:
         return _ConstraintStart()
     if parsing.thinking is False:
         return _ConstraintStart(opens=end if waits and reasoning.opens_answer else "")

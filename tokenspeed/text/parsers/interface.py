@@ -234,12 +234,37 @@ class CallMarks:
 
 
 @dataclass(frozen=True, slots=True)
+class MessageMarks:
+    """How an output is spelled that is a chain of messages, each a header and a body, with special tokens around: what
+    a grammar of the whole output needs.
+
+    Fields:
+        specials: the special tokens. Bodies have none of them.
+        begin: what every message begins with, but the first, which the prompt has begun.
+        end: what stands behind a message that another one follows. An answer or a call is the last of an output.
+        reasoning: header of reasoning.
+        preamble: header of text for the user in front of a call.
+        answer: headers of an answer, any of which may be written.
+        call: function name -> headers of a call, any of which may be written.
+    """
+
+    specials: tuple[str, ...]
+    begin: str
+    end: str
+    reasoning: str
+    preamble: str
+    answer: tuple[str, ...]
+    call: Callable[[str], tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """A file of `tools/` in one value; the fields are those of `ReasoningFormat`, and
 
     Fields:
         ids: the family's form of call ids, for calls that were forced into another format (`tool_choice` required).
         marks: see `CallMarks`; None for formats whose arguments are no JSON, or that spell a call in several ways.
+        messages: see `MessageMarks`; None for formats whose output is no chain of messages.
     """
 
     names: tuple[str, ...]
@@ -250,6 +275,7 @@ class ToolFormat:
     whole: WholeFormat | None = None
     ids: CallId = call_id
     marks: CallMarks | None = None
+    messages: MessageMarks | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tokenspeed.text.parsers.harmony import HarmonyParser
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ParseContext, ToolFormat, ToolSpec
+from tokenspeed.text.parsers.harmony import SPELLINGS, HarmonyParser
+from tokenspeed.text.parsers.interface import Example, MessageMarks, ModelTraits, ParseContext, ToolFormat, ToolSpec
 
 
 def make(context: ParseContext) -> HarmonyParser:
@@ -16,6 +16,14 @@ def why_not(traits: ModelTraits) -> str | None:
     return None if traits.architecture == "GptOssForCausalLM" else traits.missing("<|channel|>analysis")
 
 
+def _headers(name: str) -> tuple[str, ...]:
+    """The recipient behind the channel, as the model writes it, or in front, as its template does in the prompt."""
+    kinds = ("<|message|>", " json<|message|>", " <|constrain|>json<|message|>", "<|constrain|>json<|message|>")
+    behind = (f"<|channel|>commentary to=functions.{name}{kind}" for kind in kinds)
+    in_front = (f" to=functions.{name}<|channel|>commentary{kind}" for kind in kinds)
+    return (*behind, *in_front)
+
+
 FORMAT = ToolFormat(
     names=("gpt-oss", "gpt_oss", "harmony"),
     make=make,
@@ -23,6 +31,15 @@ FORMAT = ToolFormat(
     rank=10,
     needs_special_tokens=True,
     whole=HarmonyParser,
+    messages=MessageMarks(
+        specials=SPELLINGS,
+        begin="<|start|>assistant",
+        end="<|end|>",
+        reasoning="<|channel|>analysis<|message|>",
+        preamble="<|channel|>commentary<|message|>",
+        answer=("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>"),
+        call=_headers,
+    ),
 )
 
 EXAMPLES = (
