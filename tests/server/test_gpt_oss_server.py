@@ -72,6 +72,7 @@ def test_channels_become_reasoning_and_content(scripted: tuple[openai.OpenAI, Pa
     (choice,) = answer.choices
     assert choice.message.content == ANSWER
     assert choice.message.reasoning_content == THOUGHT
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 3, "<|message|>, the thought, <|end|>"
     assert choice.finish_reason == "stop"
     said = log.read_text()
     assert "reasoning parser gpt-oss" in said

@@ -105,6 +105,7 @@ class Turn:
     _reasoning: ReasoningFormat
     _tools: ToolFormat
     _parsing: ParseContext
+    _tokenizer: SpecialTokens
     _parses_calls: bool
     _request: TurnRequest
 
@@ -123,6 +124,8 @@ class Turn:
             one_call=not self._request.parallel_tool_calls,
             separate_reasoning=self._request.separate_reasoning,
             stream_reasoning=self._request.stream_reasoning,
+            counting=self._tokenizer,
+            skips_special_tokens=self.sampling.skip_special_tokens,
         )
 
 
@@ -182,7 +185,7 @@ async def prepare_turn(context: ServerContext, request: TurnRequest, sampling: S
         if request.thinking_budget is not None and after is not None:
             budget = ThinkingBudget(request.thinking_budget, after, closing, over_at)
             sampling = msgspec.structs.replace(sampling, thinking=budget)
-    return Turn(prompt, sampling, grammar, formats.reasoning, tool_format, parsing, parses_calls, request)
+    return Turn(prompt, sampling, grammar, formats.reasoning, tool_format, parsing, tokenizer, parses_calls, request)
 
 
 def template_switches(request: TurnRequest, variables: frozenset[str]) -> tuple[dict[str, Any], bool | None]:

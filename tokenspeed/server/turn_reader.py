@@ -10,6 +10,7 @@ from tokenspeed.text.parsers.interface import (
     ParseContext,
     ReasoningDelta,
     ReasoningFormat,
+    SpecialTokens,
     ToolCallArguments,
     ToolCallStart,
     ToolFormat,
@@ -49,6 +50,7 @@ class TurnReader:
         parses_calls: False = the text of calls stays content.
         one_call: a sequence ends behind its first call.
         separate_reasoning, stream_reasoning: see `TurnRequest`.
+        counting, skips_special_tokens: see `build_pipeline`.
     """
 
     def __init__(
@@ -62,13 +64,21 @@ class TurnReader:
         one_call: bool,
         separate_reasoning: bool,
         stream_reasoning: bool,
+        counting: SpecialTokens,
+        skips_special_tokens: bool,
     ) -> None:
         self._one_call = one_call
         self._holds = not stream_reasoning
         self._choices = [
             _Choice(
                 build_pipeline(
-                    reasoning, tools, parsing, separate_reasoning=separate_reasoning, parse_calls=parses_calls
+                    reasoning,
+                    tools,
+                    parsing,
+                    separate_reasoning=separate_reasoning,
+                    parse_calls=parses_calls,
+                    counting=counting,
+                    skips_special_tokens=skips_special_tokens,
                 )
             )
             for _ in range(num_choices)

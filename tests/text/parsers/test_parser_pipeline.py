@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parser_laws import cut, merged
 
+from tokenspeed.text.detokenizer import Detokenizer
 from tokenspeed.text.parsers.harmony import SPELLINGS, HarmonyParser
 from tokenspeed.text.parsers.interface import (
     ContentDelta,
@@ -150,6 +152,58 @@ def test_reasoning_tokens_are_counted():
         parser.feed(piece, (token_id,))
     parser.flush("stop")
     assert parser.num_reasoning_tokens == 4
+
+
+class Marked:
+    """Bytes, and marks that are one token each."""
+
+    strips_leading_space = False
+
+    def __init__(self, marks: Sequence[str], special: bool = True) -> None:
+        self.marks = tuple(marks)
+        self.special_ids = frozenset(range(256, 256 + len(self.marks))) if special else frozenset()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else self.marks[token_id - 256].encode()
+
+    def token_to_id(self, spelling: str) -> int | None:
+        return 256 + self.marks.index(spelling) if spelling in self.marks else None
+
+    def encode(self, text: str) -> list[int]:
+        pieces = re.split("(" + "|".join(map(re.escape, self.marks)) + ")", text) if self.marks else [text]
+        return [
+            one for piece in pieces for one in ([self.token_to_id(piece)] if piece in self.marks else piece.encode())
+        ]
+
+
+@pytest.mark.parametrize(
+    ("format_name", "tokenizer", "text", "wanted"),
+    [
+        ("gpt-oss", Marked(SPELLINGS), HARMONY, 1 + 3 + 1),  # <|message|>, Hm., <|end|>
+        ("gpt-oss", Marked(SPELLINGS), "<|channel|>final<|message|>Hm", 0),
+        ("qwen3", Marked(("<think>", "</think>"), special=False), "<think>\nÜ\n</think>\n\nÄä", 1 + 4 + 1),
+        ("qwen3", Marked(()), "<think>\nÜ\n</think>\n\nÄä", 1 + 4 + 8),
+        ("qwen3", Marked(()), "No thought.", 0),
+    ],
+)
+@given(st.data())
+@settings(max_examples=20, deadline=None)
+def test_reasoning_tokens_are_counted_however_they_come(
+    format_name: str, tokenizer: Marked, text: str, wanted: int, data: st.DataObject
+):
+    """The bug: an output that came in one piece, as it does when it is not streamed, had no reasoning tokens."""
+    ids = tokenizer.encode(text)
+    places = data.draw(st.lists(st.integers(0, len(ids)), max_size=4).map(sorted))
+    context = ParseContext(tokenizer=tokenizer)
+    formats = (reasoning_formats()[format_name], tool_formats()["passthrough"])
+    alone = build_pipeline(*formats, context)
+    deltas = [alone.feed(text, ids), alone.flush("stop")]
+    parser = build_pipeline(*formats, context, counting=tokenizer, skips_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer, False, continues=True)
+    parts = [ids[begin:end] for begin, end in itertools.pairwise([0, *places, len(ids)])]
+    cut_deltas = [parser.feed(detokenizer.feed(part), part) for part in parts] + [parser.flush("stop")]
+    assert parser.num_reasoning_tokens == wanted
+    assert assemble(itertools.chain(*cut_deltas)) == assemble(itertools.chain(*deltas))
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from tokenspeed.text.detokenizer import Detokenizer
 from tokenspeed.text.parsers.interface import (
     ContentDelta,
     Delta,
@@ -12,9 +13,11 @@ from tokenspeed.text.parsers.interface import (
     Parser,
     ReasoningDelta,
     ReasoningFormat,
+    SpecialTokens,
     ToolCallStart,
     ToolFormat,
 )
+from tokenspeed.text.parsers.output import join_neighbours
 
 
 class ParserPipeline:
@@ -22,13 +25,18 @@ class ParserPipeline:
 
     Args:
         inline: reasoning becomes content.
+        pieces: cuts what is fed where reasoning may begin or end; None: it is fed whole.
     Attributes:
         num_calls: calls begun so far.
-        num_reasoning_tokens: ids of pieces that began or ended in reasoning. Exact when tokens are fed one by one.
+        num_reasoning_tokens: ids of pieces that began or ended in reasoning. Without `pieces` it is exact when tokens
+            are fed one by one.
     """
 
-    def __init__(self, reasoning: Parser, tools: Parser | None, inline: bool = False) -> None:
+    def __init__(
+        self, reasoning: Parser, tools: Parser | None, inline: bool = False, pieces: Pieces | None = None
+    ) -> None:
         self._inline = inline
+        self._pieces = pieces
         self._reasoning = reasoning
         self._tools = tools
         self.num_calls = 0
@@ -47,11 +55,19 @@ class ParserPipeline:
         return (self._reasoning if self._tools is None else self._tools).num_whole_calls
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
+        if self._pieces is None or len(token_ids) < 2:
+            return self._counted(self._feed(text, token_ids))
+        deltas: list[Delta] = []
+        for piece, ids in self._pieces.cut(text, token_ids):
+            deltas += self._feed(piece, ids)
+        return self._counted(join_neighbours(deltas))
+
+    def _feed(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
         was_inside = self.in_reasoning
         deltas = self._through_tools(self._reasoning.feed(text, token_ids))
         if was_inside or self.in_reasoning:
             self.num_reasoning_tokens += len(token_ids)
-        return self._counted(deltas)
+        return deltas
 
     def flush(self, finish_reason: str) -> list[Delta]:
         deltas = self._through_tools(self._reasoning.flush(finish_reason))
@@ -79,6 +95,39 @@ class ParserPipeline:
         return deltas
 
 
+class Pieces:
+    """Where tokens that come together are cut, so that those of reasoning can be counted: around the tokens that are
+    marks of the format, or around every token where a mark is more than one."""
+
+    def __init__(self, reasoning: ReasoningFormat, tokenizer: SpecialTokens, skips_special_tokens: bool) -> None:
+        spelled = [mark for mark in (reasoning.start_marker, reasoning.end_marker) if mark is not None]
+        ids = [tokenizer.token_to_id(mark) for mark in spelled]
+        known = {token_id for token_id in ids if token_id is not None}
+        if reasoning.whole is not None:
+            known |= tokenizer.special_ids
+        self._edges = None if reasoning.whole is None and None in ids else known
+        self._tokenizer = tokenizer
+        self._skips = skips_special_tokens
+
+    def cut(self, text: str, token_ids: Sequence[int]) -> Iterator[tuple[str, Sequence[int]]]:
+        """Neighbouring parts of both. The text may be short of the ids, or have some of ids before."""
+        begin = 0
+        decoder = Detokenizer(self._tokenizer, self._skips, continues=True)
+        while begin < len(token_ids):
+            end = self._end(token_ids, begin)
+            ids = token_ids[begin:end]
+            is_last = end == len(token_ids)
+            length = len(text) if is_last else len(decoder.feed(ids))
+            yield text[:length], ids
+            text, begin = text[length:], end
+
+    def _end(self, token_ids: Sequence[int], begin: int) -> int:
+        edges = self._edges
+        if edges is None or token_ids[begin] in edges:
+            return begin + 1
+        return next((place for place in range(begin, len(token_ids)) if token_ids[place] in edges), len(token_ids))
+
+
 def build_pipeline(
     reasoning: ReasoningFormat,
     tools: ToolFormat,
@@ -86,6 +135,8 @@ def build_pipeline(
     *,
     separate_reasoning: bool = True,
     parse_calls: bool = True,
+    counting: SpecialTokens | None = None,
+    skips_special_tokens: bool = True,
 ) -> ParserPipeline:
     """Fresh parsers for one sequence.
 
@@ -93,14 +144,18 @@ def build_pipeline(
         separate_reasoning: False = reasoning is part of the content, tags included as the model wrote them (for formats
             of channels: without the channel marks). Calls are still read only behind it.
         parse_calls: False = tool calls stay content (`tool_choice` none, or no tools).
+        counting: the tokenizer of the ids that are fed, to count those of reasoning exactly.
+        skips_special_tokens: the text that is fed has none of them.
     """
+    has_marks = reasoning.start_marker is not None or reasoning.end_marker is not None
+    pieces = Pieces(reasoning, counting, skips_special_tokens) if counting is not None and has_marks else None
     whole = reasoning.whole or tools.whole
     apart = _is_plain(reasoning) or _is_plain(tools)
     if whole is not None and (apart or reasoning.whole is tools.whole):
         separate = separate_reasoning and reasoning.whole is not None
-        return ParserPipeline(whole(context, separate, parse_calls and tools.whole is not None), None)
+        return ParserPipeline(whole(context, separate, parse_calls and tools.whole is not None), None, pieces=pieces)
     first = reasoning.make(replace(context, inline_reasoning=not separate_reasoning))
-    return ParserPipeline(first, tools.make(context) if parse_calls else None, inline=not separate_reasoning)
+    return ParserPipeline(first, tools.make(context) if parse_calls else None, not separate_reasoning, pieces)
 
 
 def _is_plain(one: ReasoningFormat | ToolFormat) -> bool:
