@@ -1,4 +1,4 @@
-"""A real uvicorn server over the fake engine, on the test's loop."""
+"""A real uvicorn server over the fake engine (or another), on the test's loop."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from fake_engine_client import FakeClient
 
 from tokenspeed.config.server import ServerConfig
+from tokenspeed.engine.interface import EngineClient
 from tokenspeed.server.app import build_app
 from tokenspeed.server.lifecycle import StopSignal, bind, serve
 
@@ -25,7 +26,7 @@ class Running:
 
 
 @asynccontextmanager
-async def running(engine: FakeClient, **settings: Any) -> AsyncIterator[Running]:
+async def running(engine: EngineClient, **settings: Any) -> AsyncIterator[Running]:
     config = ServerConfig(**{"served_model_names": ("tiny",), "port": 0, "drain_timeout_s": 5.0, **settings})
     sock = bind(config.host, config.port)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
@@ -41,7 +42,7 @@ async def running(engine: FakeClient, **settings: Any) -> AsyncIterator[Running]
     try:
         yield Running(url, stop, task)
     finally:
-        if engine.gate is not None:
+        if isinstance(engine, FakeClient) and engine.gate is not None:
             engine.gate.set()
         stop.trigger(signal.SIGTERM)
         await asyncio.wait_for(asyncio.shield(task), 20)

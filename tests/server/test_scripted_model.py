@@ -1,0 +1,213 @@
+"""Every parser's samples as the tokens of a real model: real engine, real HTTP, both official SDKs, whole and streamed.
+
+What is right is what the same parsers say of the text in one piece; tests/text/parsers holds that to the samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from chat_streams import Message, of_choice, of_chunks
+from copying_model import Script, write_copying
+from fake_server import running
+from tokenizers import Tokenizer
+
+from tokenspeed.config.args import EngineArgs
+from tokenspeed.engine.connect import start_local_engine
+from tokenspeed.engine.llm import configure
+from tokenspeed.runner.build import build_runner
+from tokenspeed.text.parsers.interface import Example, ParseContext, ToolSpec, parse_all
+from tokenspeed.text.parsers.pipeline import build_pipeline
+from tokenspeed.text.parsers.registry import reasoning_examples, reasoning_formats, tool_examples, tool_formats
+
+pytestmark = pytest.mark.timeout(300)
+
+ENGINE = {"device": "cpu", "dtype": "float32", "num_threads": 1, "max_num_seqs": 32, "max_total_tokens": 32_768}
+PLAIN = "passthrough"
+PAIRS = [(PLAIN, name) for name in sorted(tool_examples())]
+PAIRS += [(name, PLAIN) for name in sorted(reasoning_examples()) if name != PLAIN]
+TOGETHER = {
+    ("qwen3", "qwen"): ("<think>\nHm, ü.\n</think>\n\n", "<|im_start|>assistant\n"),
+    ("qwen3_thinking", "qwen_coder"): ("Hm, ü.\n</think>\n\n", "assistant\n<think>\n"),
+    ("deepseek_r1", "deepseek"): ("Hm, ü.\n</think>\n\n", "<think>\n"),
+    ("deepseek_v31", "deepseek32"): ("Hm, ü.</think>", "<think>"),
+    ("kimi_thinking", "kimik2"): ("Hm, ü.</think>", "<think>"),
+    ("glm45", "glm45_moe"): ("\n<think>Hm, ü.</think>\n", "<|assistant|>"),
+    ("gpt-oss", "gpt-oss"): ("", "<|start|>user<|message|>Hi<|end|><|start|>assistant"),
+    ("kimi_k3", "kimi_k3"): ("", '<|open|>message role="assistant"<|sep|>'),
+}
+"""Formats of one model: the reasoning before a sample with calls, and the prompt's end."""
+
+
+def samples(reasoning: str, tools: str) -> dict[str, Example]:
+    if (reasoning, tools) in TOGETHER:
+        before, prompt = TOGETHER[reasoning, tools]
+        calling = [one for one in tool_examples()[tools] if one.calls and one.prompt is None]
+        found = [replace(one, text=before + one.text, prompt=prompt) for one in calling]
+    else:
+        found = list(tool_examples()[tools] if reasoning == PLAIN else reasoning_examples()[reasoning])
+    assert found
+    return {f"{reasoning} {tools} {index}": example for index, example in enumerate(found)}
+
+
+def script_of(example: Example) -> Script:
+    return Script(example.text) if example.prompt is None else Script(example.text, example.prompt)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    tokenizer: Tokenizer
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("scripted")
+    scripts = {name: script_of(example) for pair in (*PAIRS, *TOGETHER) for name, example in samples(*pair).items()}
+    return Checkpoint(folder, write_copying(folder, scripts))
+
+
+@dataclass(frozen=True)
+class Clients:
+    chat: openai.AsyncOpenAI
+    messages: anthropic.AsyncAnthropic
+
+
+@asynccontextmanager
+async def served(folder: Path, reasoning: str, tools: str) -> AsyncIterator[Clients]:
+    """The model behind a server of this process, its engine on a thread."""
+    engine = await start_local_engine(configure(EngineArgs(model=str(folder), **ENGINE)), build_runner)
+    # Reading certificates takes a third of a second a client.
+    try:
+        async with (
+            running(engine, reasoning_parser=reasoning, tool_call_parser=tools) as server,
+            openai.DefaultAsyncHttpxClient(verify=False) as one,
+            anthropic.DefaultAsyncHttpxClient(verify=False) as other,
+        ):
+            yield Clients(
+                openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=one),
+                anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0, http_client=other),
+            )
+    finally:
+        await engine.close()
+
+
+def offered(example: Example) -> tuple[ToolSpec, ...]:
+    """The sample's tools, or those that it calls; never none, since calls are read only where there are tools."""
+    if example.tools is not None:
+        return example.tools
+    return tuple(ToolSpec(name) for name in dict(example.calls)) or (ToolSpec("another"),)
+
+
+def in_one_piece(reasoning: str, tools: str, example: Example) -> Message:
+    """What chat has to answer; ids left out."""
+    context = ParseContext(tools=offered(example), prompt=script_of(example).prompt)
+    parser = build_pipeline(reasoning_formats()[reasoning], tool_formats()[tools], context)
+    parsed = parse_all(parser, example.text, example.finish_reason)
+    calls = [("", call.name, call.arguments) for call in parsed.calls]
+    return Message(parsed.reasoning, parsed.content, calls, parser.finish_reason(example.finish_reason))
+
+
+def without_ids(message: Message) -> Message:
+    assert all(identity for identity, _, _ in message.calls)
+    calls = [("", name, arguments) for _, name, arguments in message.calls]
+    return Message(message.reasoning, message.content, calls, message.finish_reason)
+
+
+def max_tokens(checkpoint: Checkpoint, example: Example) -> int:
+    """Room for the text, and for the end unless the sample was cut."""
+    num_tokens = len(checkpoint.tokenizer.encode(example.text, add_special_tokens=False).ids)
+    return num_tokens + (example.finish_reason == "stop")
+
+
+async def check_chat(client: openai.AsyncOpenAI, name: str, example: Example, room: int, right: Message) -> None:
+    tools = [
+        {"type": "function", "function": {"name": tool.name, "parameters": dict(tool.parameters)}}
+        for tool in offered(example)
+    ]
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": name}], "temperature": 0, "max_tokens": room}
+    answer = await client.chat.completions.create(model="tiny", tools=tools, **fields)
+    (choice,) = answer.model_dump(exclude_unset=True)["choices"]
+    assert without_ids(of_choice(choice)) == right
+    assert answer.usage and answer.usage.completion_tokens == room
+    stream = await client.chat.completions.create(model="tiny", tools=tools, stream=True, **fields)
+    chunks = of_chunks([chunk.model_dump(exclude_unset=True) async for chunk in stream])
+    assert without_ids(chunks[0]) == right
+
+
+ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def check_text(message: anthropic.types.Message, right: Message) -> None:
+    seen = Message()
+    for block in message.content:
+        if block.type == "thinking":
+            seen.reasoning += block.thinking
+        elif block.type == "text":
+            seen.content += block.text
+    assert (seen.reasoning, seen.content) == (right.reasoning, right.content)
+    no_call = right.finish_reason == "tool_calls" and not any(is_object(arguments) for _, _, arguments in right.calls)
+    assert message.stop_reason == ("end_turn" if no_call else ENDS[str(right.finish_reason)])
+
+
+def is_object(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except ValueError:
+        return False
+
+
+def check_whole(message: anthropic.types.Message, right: Message) -> None:
+    """A call without an object as input has no block."""
+    check_text(message, right)
+    calls = [(block.name, block.input) for block in message.content if block.type == "tool_use"]
+    assert calls == [(name, json.loads(arguments)) for _, name, arguments in right.calls if is_object(arguments)]
+
+
+async def check_streamed(stream: anthropic.lib.streaming.AsyncMessageStream[None], right: Message) -> None:
+    """A call's input comes as written, also where its end never comes."""
+    calls: list[tuple[str, str]] = []
+    async for event in stream:
+        if event.type == "content_block_start" and event.content_block.type == "tool_use":
+            calls.append((event.content_block.name, ""))
+        elif event.type == "content_block_delta" and event.delta.type == "input_json_delta":
+            name, before = calls.pop()
+            calls.append((name, before + event.delta.partial_json))
+    check_text(await stream.get_final_message(), right)
+    assert calls == [(name, arguments) for _, name, arguments in right.calls]
+
+
+async def check_messages(
+    client: anthropic.AsyncAnthropic, name: str, example: Example, room: int, right: Message
+) -> None:
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": room,
+        "messages": [{"role": "user", "content": name}],
+        "tools": [
+            {"name": tool.name, "input_schema": dict(tool.parameters) or {"type": "object"}}
+            for tool in offered(example)
+        ],
+        "extra_body": {"temperature": 0},
+    }
+    check_whole(await client.messages.create(**fields), right)
+    async with client.messages.stream(**fields) as stream:
+        await check_streamed(stream, right)
+
+
+@pytest.mark.parametrize(("reasoning", "tools"), [*PAIRS, *TOGETHER])
+async def test_samples(checkpoint: Checkpoint, reasoning: str, tools: str):
+    async with served(checkpoint.folder, reasoning, tools) as clients, asyncio.TaskGroup() as group:
+        for name, example in samples(reasoning, tools).items():
+            room, right = max_tokens(checkpoint, example), in_one_piece(reasoning, tools, example)
+            group.create_task(check_chat(clients.chat, name, example, room, right))
+            group.create_task(check_messages(clients.messages, name, example, room, right))
