@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,6 +12,7 @@ from app_client import chat, events, http_client
 from fake_engine_client import EOS, IM_START, FakeClient
 
 from tokenspeed.server.openai.chat import CHAT_REFUSED, ChatRequest
+from tokenspeed.server.openai.completions import COMPLETION_REFUSED
 from tokenspeed.server.openai.fields import NO_EFFECT, REFUSED
 
 URL = "/v1/chat/completions"
@@ -313,6 +316,17 @@ async def test_every_refused_field_says_so(http: httpx.AsyncClient):
         error = (await http.post(URL, json=chat(**{name: ["something"]}))).json()["error"]
         assert (error["param"], error["code"]) == (name, "unsupported_field") and name in error["message"]
     assert not {*REFUSED, *CHAT_REFUSED} & {*ChatRequest.__struct_fields__}
+
+
+def test_the_page_names_every_field_without_effect_and_every_refused_one():
+    page = (Path(__file__).parents[2] / "docs" / "serving" / "chat.md").read_text()
+    silent, _, refused = page.partition("## Refused fields")
+    assert not [name for name in NO_EFFECT if f"`{name}`" not in silent]
+    for where, table in (("", REFUSED), (" (chat)", CHAT_REFUSED), (" (completions)", COMPLETION_REFUSED)):
+        for name, (values, why) in table.items():
+            taken = ", ".join(f"`{json.dumps(value)}`" for value in values)
+            is_silent = name == "parallel_tool_calls" and f"`{name}`" in silent
+            assert is_silent or f"| `{name}`{where} | {taken} | {why} |" in refused, name
 
 
 async def test_a_request_id_is_taken_once_at_a_time(http: httpx.AsyncClient):
