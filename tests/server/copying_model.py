@@ -2,8 +2,8 @@
 
 The model is a Qwen2 of one layer and one head that repeats what stands LAG tokens back: queries and keys are biases
 alone, turned so that with RoPE the score is highest at that distance. The chat template writes a script, its end and
-pads, so that what follows the prompt is the script; the first message's text is the script's name. The pads also keep
-the script out of the prompt's end, which parsers read.
+pads, so that what follows the prompt is the script; the last message (or tool result) names it. The pads also keep the
+script out of the prompt's end, which parsers read.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ PLAIN_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>"
 """Tokens of their own that are not special, as in the tokenizers of Qwen and GLM."""
 
 LAG = 320
+PROMPT_TOKENS = LAG + 2
+"""Of every prompt: BEGIN, the script, END, pads and the prompt's end."""
+
 MAX_TAIL = 64  # tokens of a prompt's end that the server shows to parsers
 NUM_TEXT_TOKENS = 500  # few, so that words and what is no mark of its own come in pieces
 CODE = 64
@@ -88,7 +91,7 @@ def _template(tokenizer: Tokenizer, scripts: Mapping[str, Script]) -> str:
         assert num_pads >= MAX_TAIL, f"{name}: raise LAG by {MAX_TAIL - num_pads}"
         entries.append(f"{_literal(name)}: [{_literal(script.text)}, {num_pads}, {_literal(script.prompt)}]")
     return (
-        f"{{%- set script = {{{', '.join(entries)}}}[messages[0].content] -%}}\n"
+        f"{{%- set script = {{{', '.join(entries)}}}[messages[-1].content] -%}}\n"
         f"{{{{- {_literal(BEGIN)} ~ script[0] ~ {_literal(END)} ~ {_literal(PAD)} * script[1] ~ script[2] -}}}}"
     )
 
