@@ -27,7 +27,7 @@ PROMPT_TOKENS = LAG + 2
 """Of every prompt: BEGIN, the script, END, pads and the prompt's end."""
 
 MAX_TAIL = 64  # tokens of a prompt's end that the server shows to parsers
-NUM_TEXT_TOKENS = 500  # few, so that words and what is no mark of its own come in pieces
+NUM_TEXT_TOKENS = 300  # bytes and few more, so that words and what is no mark of its own come in pieces
 CODE = 64
 """Width of a token's code: dimensions [0, CODE) hold the present token's, the rest that of the token LAG back."""
 

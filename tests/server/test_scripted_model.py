@@ -56,24 +56,11 @@ def samples(reasoning: str, tools: str) -> dict[str, Example]:
     else:
         found = list(tool_examples()[tools] if reasoning == PLAIN else reasoning_examples()[reasoning])
     assert found
-    return {f"{reasoning} {tools} {index}": example for index, example in enumerate(found)}
+    return {f"sample {index}": example for index, example in enumerate(found)}
 
 
 def script_of(example: Example) -> Script:
     return Script(example.text) if example.prompt is None else Script(example.text, example.prompt)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    folder: Path
-    tokenizer: Tokenizer
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder = tmp_path_factory.mktemp("scripted")
-    scripts = {name: script_of(example) for pair in (*PAIRS, *TOGETHER) for name, example in samples(*pair).items()}
-    return Checkpoint(folder, write_copying(folder, scripts))
 
 
 @dataclass(frozen=True)
@@ -123,9 +110,9 @@ def without_ids(message: Message) -> Message:
     return Message(message.reasoning, message.content, calls, message.finish_reason)
 
 
-def max_tokens(checkpoint: Checkpoint, example: Example) -> int:
+def max_tokens(tokenizer: Tokenizer, example: Example) -> int:
     """Room for the text, and for the end unless the sample was cut."""
-    num_tokens = len(checkpoint.tokenizer.encode(example.text, add_special_tokens=False).ids)
+    num_tokens = len(tokenizer.encode(example.text, add_special_tokens=False).ids)
     return num_tokens + (example.finish_reason == "stop")
 
 
@@ -205,9 +192,11 @@ async def check_messages(
 
 
 @pytest.mark.parametrize(("reasoning", "tools"), [*PAIRS, *TOGETHER])
-async def test_samples(checkpoint: Checkpoint, reasoning: str, tools: str):
-    async with served(checkpoint.folder, reasoning, tools) as clients, asyncio.TaskGroup() as group:
-        for name, example in samples(reasoning, tools).items():
-            room, right = max_tokens(checkpoint, example), in_one_piece(reasoning, tools, example)
+async def test_samples(tmp_path: Path, reasoning: str, tools: str):
+    said = samples(reasoning, tools)
+    tokenizer = write_copying(tmp_path, {name: script_of(example) for name, example in said.items()})
+    async with served(tmp_path, reasoning, tools) as clients, asyncio.TaskGroup() as group:
+        for name, example in said.items():
+            room, right = max_tokens(tokenizer, example), in_one_piece(reasoning, tools, example)
             group.create_task(check_chat(clients.chat, name, example, room, right))
             group.create_task(check_messages(clients.messages, name, example, room, right))
