@@ -15,7 +15,7 @@ from tokenspeed.grammar.spec import make_spec
 from tokenspeed.grammar.tools import answer_or_calls, strict_calls
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
-from tokenspeed.text.parsers.interface import CallMarks, ParseContext, ToolFormat, parse_all, tool_specs
+from tokenspeed.text.parsers.interface import CallMarks, ParameterMarks, ParseContext, ToolFormat, parse_all, tool_specs
 from tokenspeed.text.parsers.registry import tool_formats
 
 EOS = 256
@@ -58,8 +58,28 @@ class Model:
 
 
 def call(marks: CallMarks, name: str, arguments: str, number: int = 0) -> str:
+    if marks.parameters is not None:
+        return marks.begin(name) + tagged(marks.parameters, arguments) + marks.end
     numbered = "" if marks.behind_number is None else f"{number}{marks.behind_number}"
     return marks.begin(name) + numbered + arguments + marks.end
+
+
+def tagged(marks: ParameterMarks, arguments: str) -> str:
+    """JSON arguments in tags, strings raw."""
+    line = "\n" if marks.line else ""
+    before, (behind, *_) = marks.begin
+    parts = [
+        before
+        + key
+        + behind
+        + line
+        + (value if isinstance(value, str) else json.dumps(value))
+        + line
+        + marks.end
+        + "\n"
+        for key, value in json.loads(arguments).items()
+    ]
+    return "\n" + "".join(parts)
 
 
 @pytest.mark.parametrize(("form", "marks"), FORMATS)
@@ -68,15 +88,15 @@ def test_strict_calls_among_free_text(form: ToolFormat, marks: CallMarks):
     model = Model(marks)
     grammar = model.compiled(strict_calls(TOOLS, {"f.x-1"}, marks))
     good = call(marks, "f.x-1", '{"a": 1}')
-    calls = marks.section[0] + good + marks.separator + call(marks, "g", '{"b": [1]}', 12) + marks.section[1]
+    calls = marks.section[0] + good + marks.separator + call(marks, "g", '{"b": "y"}', 12) + marks.section[1]
     assert model.takes(grammar, 'No call, but <b>, {"name": "f"} and [1].')
     assert model.takes(grammar, f"<think>Hm</think> I look. {calls}")
-    assert not model.takes(grammar, call(marks, "f.x-1", '{"a": "1"}'))
+    assert not model.takes(grammar, call(marks, "f.x-1", '{"a": "x"}'))
     assert not model.takes(grammar, call(marks, "f.x-1", "{}"))
     assert not model.takes(grammar, call(marks, "h", "{}"))
     assert not model.takes(grammar, good.removesuffix(marks.end))
     parsed = parse_all(form.make(ParseContext(tools=tool_specs(TOOLS))), f"I look. {calls}")
-    assert [(one.name, one.arguments) for one in parsed.calls] == [("f.x-1", '{"a": 1}'), ("g", '{"b": [1]}')]
+    assert [(one.name, one.arguments) for one in parsed.calls] == [("f.x-1", '{"a": 1}'), ("g", '{"b": "y"}')]
     assert parsed.content.strip() == "I look."
 
 
@@ -107,6 +127,76 @@ def test_an_answer_or_calls(form: ToolFormat, marks: CallMarks):
     assert not model.takes(grammar, begin + first + marks.separator + second + end)
     parsed = parse_all(form.make(ParseContext(tools=tool_specs(TOOLS))), begin + first + end)
     assert [found.name for found in parsed.calls] == ["f.x-1"] and not parsed.content
+
+
+TAGGED = [one for one in FORMATS if one.values[1].parameters is not None]
+MANY = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "pick": {"type": "string", "enum": ["a b", "c"]},
+        "count": {"type": "integer", "minimum": 2},
+        "on": {"type": "boolean"},
+        "tree": {"$ref": "#/$defs/tree"},
+        "maybe": {"type": ["string", "null"]},
+        "long": {"type": "string", "minLength": 3},
+        "any": {},
+    },
+    "required": ["text", "count"],
+    "$defs": {"tree": {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}}},
+}
+FULL = {
+    "text": 'Zürich "<b>" { \n\n </parameter',
+    "pick": "a b",
+    "count": 2,
+    "on": True,
+    "tree": {"kids": [{"kids": []}]},
+    "maybe": None,
+    "long": "abc",
+    "any": "y",
+}
+
+
+@pytest.mark.parametrize(("form", "marks"), TAGGED)
+def test_parameters_in_tags_obey_their_schemas(form: ToolFormat, marks: CallMarks):
+    """The bug: `strict` had no effect in the formats whose parameters have tags of their own."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": MANY}}]
+    model = Model(marks)
+    grammar = model.compiled(strict_calls(tools, {"f"}, marks))
+    parser_tools = ParseContext(tools=tool_specs(tools))
+    for good in (FULL, {"text": "", "count": 10}, FULL | {"maybe": "x", "pick": "c"}):
+        text = call(marks, "f", json.dumps(good))
+        assert model.takes(grammar, "So: " + text)
+        (parsed,) = parse_all(form.make(parser_tools), text).calls
+        assert json.loads(parsed.arguments) == good
+    bads: list[dict[str, Any]] = [
+        {"text": "x"},
+        {"count": 2, "text": "in another order"},
+        FULL | {"pick": "d"},
+        FULL | {"count": 1},
+        FULL | {"count": "two"},
+        FULL | {"on": "True"},
+        FULL | {"tree": {"leaf": 1}},
+        FULL | {"tree": "x"},
+        FULL | {"more": "x"},
+    ]
+    for bad in bads:
+        assert not model.takes(grammar, call(marks, "f", json.dumps(bad))), bad
+    for banned in marks.banned:
+        assert not model.takes(grammar, f"So: {banned}")
+
+
+@pytest.mark.parametrize(("form", "marks"), TAGGED)
+def test_parameters_that_are_more_than_a_list_are_free(form: ToolFormat, marks: CallMarks):
+    free = {"type": "object", "additionalProperties": {"type": "integer"}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": free}}]
+    model = Model(marks)
+    for strict in (set(), {"f"}):
+        grammar = model.compiled(strict_calls(tools, strict, marks))
+        assert model.takes(grammar, call(marks, "f", '{"a": 1, "b-c.d": "x"}')) and model.takes(
+            grammar, call(marks, "f", "{}")
+        )
+        assert not model.takes(grammar, call(marks, "f", '{"a": 1}').removesuffix(marks.end))
 
 
 def test_structural_tags_are_no_alternative_and_bad_schemas_are_named():

@@ -302,7 +302,7 @@ async def test_an_answers_schema_beside_tools():
     ]
     assert grammar.starts_after == tuple(b"</think>")
     assert of_calls.kind == "json_schema" and json.loads(of_calls.text)["type"] == "array"
-    async with serving(engine, tool_call_parser="qwen_coder") as http:
+    async with serving(engine, tool_call_parser="llama") as http:
         response = await http.post(URL, json=chat(tools=TOOLS, response_format=wanted))
         assert response.status_code == 400 and response.json()["error"]["param"] == "response_format"
 

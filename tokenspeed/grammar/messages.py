@@ -11,12 +11,10 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from tokenspeed.grammar.forms import Form, either, repeated, sequence, text_form
 from tokenspeed.grammar.tools import answer_form, arguments_form
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.text.parsers.interface import MessageMarks
-
-Form = dict[str, Any]
-"""A part of a structural tag."""
 
 
 def answer_or_call_in_messages(
@@ -44,20 +42,20 @@ def answer_or_call_in_messages(
     if spell is None or body is None:
         return None
     calls = [
-        _sequence(spell.any_of(marks.call(name)), arguments_form(tool["function"], name in strict))
+        sequence(spell.any_of(marks.call(name)), arguments_form(tool["function"], name in strict))
         for tool in tools
         for name in [tool["function"]["name"]]
     ]
-    last = _either([_sequence(spell.any_of(marks.answer), body), *calls])
+    last = either([sequence(spell.any_of(marks.answer), body), *calls])
     preambles = [marks.preamble] if answer is None else []
 
     def before(headers: list[str]) -> Form:
         """Any number of messages with these headers, and the beginning of the next."""
-        passed = _sequence(spell.any_of(headers), spell.body, spell.text(marks.end + marks.begin))
-        return {"type": "star", "content": passed}
+        passed = sequence(spell.any_of(headers), spell.body, spell.text(marks.end + marks.begin))
+        return repeated(passed)
 
     behind = [spell.text(marks.begin), *([before(preambles)] if preambles else []), last]
-    form = _either([_sequence(before([marks.reasoning, *preambles]), last), _sequence(*behind)])
+    form = either([sequence(before([marks.reasoning, *preambles]), last), sequence(*behind)])
     param = "tools" if answer is None else answer.param
     return GrammarSpec(kind="token_tag", text=json.dumps({"type": "structural_tag", "format": form}), param=param)
 
@@ -77,19 +75,11 @@ class _Speller:
         return _Speller(ids) if len(ids) == len(found) else None
 
     def text(self, text: str) -> Form:
-        return _sequence(*(self._piece(piece) for piece in self._pattern.split(text) if piece))
+        return sequence(*(self._piece(piece) for piece in self._pattern.split(text) if piece))
 
     def any_of(self, texts: Sequence[str]) -> Form:
-        return _either([self.text(text) for text in texts])
+        return either([self.text(text) for text in texts])
 
     def _piece(self, piece: str) -> Form:
         token_id = self._ids.get(piece)
-        return {"type": "const_string", "value": piece} if token_id is None else {"type": "token", "token": token_id}
-
-
-def _sequence(*parts: Form) -> Form:
-    return {"type": "sequence", "elements": list(parts)}
-
-
-def _either(forms: list[Form]) -> Form:
-    return forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
+        return text_form(piece) if token_id is None else {"type": "token", "token": token_id}

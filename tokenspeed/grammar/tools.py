@@ -8,13 +8,12 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from tokenspeed.grammar.forms import Form, json_form, sequence, text_form
 from tokenspeed.grammar.json_schema import rewrite_schema
+from tokenspeed.grammar.tagged import tagged_arguments
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.text.parsers.interface import CallMarks
-
-MAX_WHITESPACE = 16
-"""Characters of white space between two JSON tokens inside of tags."""
 
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
@@ -73,7 +72,8 @@ def strict_calls(tools: Sequence[dict[str, Any]], strict: Collection[str], marks
         InvalidRequest: parameters that cannot be compiled.
     """
     tags = [_tag(tool["function"], marks, tool["function"]["name"] in strict) for tool in tools]
-    return _structural({"type": "triggered_tags", "triggers": [marks.trigger], "tags": tags}, "tools")
+    free = {"type": "triggered_tags", "triggers": [marks.trigger], "tags": tags, "excludes": list(marks.banned)}
+    return _structural(free, "tools")
 
 
 def answer_or_calls(
@@ -103,11 +103,11 @@ def answer_or_calls(
     return _structural({"type": "or", "elements": [plain, calls]}, answer.param)
 
 
-def answer_form(answer: GrammarSpec) -> dict[str, Any] | None:
+def answer_form(answer: GrammarSpec) -> Form | None:
     """A constraint as a part of a structural tag; None: it is one itself, and cannot be a part."""
     match answer.kind:
         case "json_schema":
-            return _json(json.loads(answer.text))
+            return json_form(json.loads(answer.text))
         case "regex":
             return {"type": "regex", "pattern": answer.text}
         case "ebnf":
@@ -116,33 +116,29 @@ def answer_form(answer: GrammarSpec) -> dict[str, Any] | None:
             return None
 
 
-def arguments_form(function: dict[str, Any], is_strict: bool) -> dict[str, Any]:
+def arguments_form(function: dict[str, Any], is_strict: bool) -> Form:
     """The arguments of a function as a part of a structural tag: by its schema, or any object.
 
     Raises:
         InvalidRequest: parameters that cannot be compiled.
     """
-    return _json(_parameters(function) if is_strict else rewrite_schema(ANY_OBJECT, "tools"))
+    return json_form(_parameters(function) if is_strict else rewrite_schema(ANY_OBJECT, "tools"))
 
 
-def _structural(form: dict[str, Any], param: str) -> GrammarSpec:
+def _structural(form: Form, param: str) -> GrammarSpec:
     return GrammarSpec(kind="structural_tag", text=json.dumps({"type": "structural_tag", "format": form}), param=param)
 
 
-def _tag(function: dict[str, Any], marks: CallMarks, is_strict: bool) -> dict[str, Any]:
-    content = arguments_form(function, is_strict)
+def _tag(function: dict[str, Any], marks: CallMarks, is_strict: bool) -> Form:
+    if marks.parameters is not None:
+        schema = _parameters(function) if is_strict else None
+        content = tagged_arguments(schema, function.get("parameters"), marks.parameters)
+    else:
+        content = arguments_form(function, is_strict)
     if marks.behind_number is not None:
         number = {"type": "regex", "pattern": "[0-9]{1,6}"}
-        content = {"type": "sequence", "elements": [number, _text(marks.behind_number), content]}
+        content = sequence(number, text_form(marks.behind_number), content)
     return {"type": "tag", "begin": marks.begin(function["name"]), "content": content, "end": marks.end}
-
-
-def _json(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
-
-
-def _text(value: str) -> dict[str, Any]:
-    return {"type": "const_string", "value": value}
 
 
 def _parameters(function: dict[str, Any], root: str = "#") -> dict[str, Any]:

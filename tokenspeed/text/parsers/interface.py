@@ -213,16 +213,33 @@ class ReasoningFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class ParameterMarks:
+    """How a parameter is spelled that has tags of its own.
+
+    Fields:
+        begin: the texts in front of its name, and between name and value (any of them).
+        end: the text behind its value.
+        line: the value stands on a line of its own.
+    """
+
+    begin: tuple[str, tuple[str, ...]]
+    end: str
+    line: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class CallMarks:
-    """How a call is spelled where its arguments are JSON: what a grammar needs to hold a model's own calls to schemas.
+    """How a call is spelled: what a grammar needs to hold a model's own calls to schemas.
 
     Fields:
         trigger: what every call begins with, and nothing else does.
+        banned: text that would begin a call some other way, and may not stand outside of calls.
         begin: function name -> the text up to the arguments (up to a running number, when there is one).
         end: the text behind them.
         behind_number: a running number stands behind `begin`, and this text behind it.
         section: the texts around the calls of an answer that has nothing else.
         separator: the text between two calls.
+        parameters: see `ParameterMarks`; None: the arguments are JSON.
     """
 
     trigger: str
@@ -231,6 +248,8 @@ class CallMarks:
     behind_number: str | None = None
     section: tuple[str, str] = ("", "")
     separator: str = ""
+    banned: tuple[str, ...] = ()
+    parameters: ParameterMarks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +282,7 @@ class ToolFormat:
 
     Fields:
         ids: the family's form of call ids, for calls that were forced into another format (`tool_choice` required).
-        marks: see `CallMarks`; None for formats whose arguments are no JSON, or that spell a call in several ways.
+        marks: see `CallMarks`; None for formats that spell a call in several ways.
         messages: see `MessageMarks`; None for formats whose output is no chain of messages.
     """
 

@@ -7,7 +7,7 @@ says which; a value that it does not name is JSON if it reads as such, else a st
 from __future__ import annotations
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ToolFormat, ToolSpec
+from tokenspeed.text.parsers.interface import CallMarks, Example, ModelTraits, ParameterMarks, ToolFormat, ToolSpec
 from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, give_up
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
@@ -55,7 +55,19 @@ def why_not(traits: ModelTraits) -> str | None:
     return traits.missing("<arg_key>")
 
 
-FORMAT = ToolFormat(names=("glm45_moe", "glm45", "glm47_moe"), make=grammar_format(grammar), why_not=why_not, rank=30)
+FORMAT = ToolFormat(
+    names=("glm45_moe", "glm45", "glm47_moe"),
+    make=grammar_format(grammar),
+    why_not=why_not,
+    rank=30,
+    marks=CallMarks(
+        "<tool_call>",
+        lambda name: f"<tool_call>{name}",
+        "</tool_call>",
+        separator="\n",
+        parameters=ParameterMarks(("<arg_key>", ("</arg_key>\n<arg_value>", "</arg_key><arg_value>")), "</arg_value>"),
+    ),
+)
 
 _SEARCH = ToolSpec("search.web-2", {"properties": {"q": {"type": "string"}, "n": {"type": "integer"}}})
 

@@ -8,7 +8,7 @@ either end of a value is markup, and so is whitespace around tags. `<function=` 
 from __future__ import annotations
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ToolFormat, ToolSpec
+from tokenspeed.text.parsers.interface import CallMarks, Example, ModelTraits, ParameterMarks, ToolFormat, ToolSpec
 from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, give_up
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
@@ -71,7 +71,18 @@ def why_not(traits: ModelTraits) -> str | None:
 
 
 FORMAT = ToolFormat(
-    names=("qwen_coder", "qwen_xml", "qwen3_coder"), make=grammar_format(grammar), why_not=why_not, rank=40
+    names=("qwen_coder", "qwen_xml", "qwen3_coder"),
+    make=grammar_format(grammar),
+    why_not=why_not,
+    rank=40,
+    marks=CallMarks(
+        "<tool_call>",
+        lambda name: f"<tool_call>\n<function={name}>",
+        "</function>\n</tool_call>",
+        separator="\n",
+        banned=("<function=",),
+        parameters=ParameterMarks(("<parameter=", (">",)), "</parameter>", line=True),
+    ),
 )
 
 _WRITE = ToolSpec(
