@@ -138,6 +138,7 @@ MANY = {
         "count": {"type": "integer", "minimum": 2},
         "on": {"type": "boolean"},
         "tree": {"$ref": "#/$defs/tree"},
+        "tags": {"type": "array", "items": {"type": "string"}},
         "maybe": {"type": ["string", "null"]},
         "long": {"type": "string", "minLength": 3},
         "any": {},
@@ -182,6 +183,10 @@ def test_parameters_in_tags_obey_their_schemas(form: ToolFormat, marks: CallMark
     ]
     for bad in bads:
         assert not model.takes(grammar, call(marks, "f", json.dumps(bad))), bad
+    assert marks.parameters is not None
+    assert model.takes(grammar, call(marks, "f", json.dumps({"text": "x", "count": 2, "tags": ["a<b>", "</"]})))
+    closing = {"text": "x", "count": 2, "tags": [f"x{marks.parameters.end}"]}
+    assert not model.takes(grammar, call(marks, "f", json.dumps(closing))), "it would end the value"
     for banned in marks.banned:
         assert not model.takes(grammar, f"So: {banned}")
 

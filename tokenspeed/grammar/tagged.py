@@ -20,6 +20,7 @@ from tokenspeed.text.parsers.typed_arguments import STRING, Kinds, member_kinds
 _PLAIN = {"type", "properties", "required", "additionalProperties", "$defs"}
 _KEY = re.compile(r"[^<>\s\"]+")
 _ANY_KEY = r'[^<>\s"]{1,64}'
+_LENGTHS = re.compile('"(?:min|max)Length"')  # the library drops them beside `excludes`
 _NEWLINE = optional(text_form("\n"))
 
 
@@ -75,8 +76,10 @@ def _value(member: Mapping[str, Any], definitions: Any, kinds: Kinds, marks: Par
         return sequence(line, exact, line) if marks.line else exact
     if not kinds or "string" in kinds:
         return _any_text(marks)
-    needs_definitions = "$ref" in json.dumps(member)
-    form = json_form({**member, "$defs": definitions} if needs_definitions else member)
+    schema = {**member, "$defs": definitions} if "$ref" in json.dumps(member) else member
+    form = json_form(schema)
+    if not _LENGTHS.search(json.dumps(schema)):
+        form["excludes"] = [marks.end]  # the closing tag in a string would end the value there
     return sequence(line, form, line) if marks.line else form
 
 
