@@ -35,8 +35,9 @@ class Model:
     """A vocabulary of bytes and of one format's special tokens."""
 
     def __init__(self, marks: CallMarks) -> None:
-        spelled = "".join((*marks.section, marks.begin("f"), marks.behind_number or "", marks.end))
-        self.specials = sorted(set(re.findall(r"<[^<>]*>", spelled)))
+        ids = "" if marks.own_id is None else marks.own_id[0]
+        spelled = "".join((*marks.section, marks.begin("f"), marks.behind_number or "", ids, marks.before_arguments))
+        self.specials = sorted(set(re.findall(r"<[^<>]*>|\[[A-Z_]*\]", spelled + marks.end)))
         self.tokens = [*(bytes([byte]) for byte in range(256)), b"</s>", *(mark.encode() for mark in self.specials)]
         special_ids = tuple(range(257, len(self.tokens)))
         vocabulary = Vocabulary(tokens=self.tokens, special_ids=special_ids, eos_token_ids=(EOS,))
@@ -61,7 +62,7 @@ def call(marks: CallMarks, name: str, arguments: str, number: int = 0) -> str:
     if marks.parameters is not None:
         return marks.begin(name) + tagged(marks.parameters, arguments) + marks.end
     numbered = "" if marks.behind_number is None else f"{number}{marks.behind_number}"
-    return marks.begin(name) + numbered + arguments + marks.end
+    return marks.begin(name) + numbered + marks.before_arguments + arguments + marks.end
 
 
 def tagged(marks: ParameterMarks, arguments: str) -> str:
@@ -94,7 +95,7 @@ def test_strict_calls_among_free_text(form: ToolFormat, marks: CallMarks):
     assert not model.takes(grammar, call(marks, "f.x-1", '{"a": "x"}'))
     assert not model.takes(grammar, call(marks, "f.x-1", "{}"))
     assert not model.takes(grammar, call(marks, "h", "{}"))
-    assert not model.takes(grammar, good.removesuffix(marks.end))
+    assert not model.takes(grammar, good.removesuffix(marks.end or "}"))
     parsed = parse_all(form.make(ParseContext(tools=tool_specs(TOOLS))), f"I look. {calls}")
     assert [(one.name, one.arguments) for one in parsed.calls] == [("f.x-1", '{"a": 1}'), ("g", '{"b": "y"}')]
     assert parsed.content.strip() == "I look."
@@ -202,6 +203,30 @@ def test_parameters_that_are_more_than_a_list_are_free(form: ToolFormat, marks: 
             grammar, call(marks, "f", "{}")
         )
         assert not model.takes(grammar, call(marks, "f", '{"a": 1}').removesuffix(marks.end))
+
+
+def test_mistrals_ids_and_lists():
+    """Tokenizers before v11 write one array of calls, later ones may write an id."""
+    form = tool_formats()["mistral"]
+    assert form.marks is not None
+    model = Model(form.marks)
+    both = '[TOOL_CALLS] [{"name": "f.x-1", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": 2}}]'
+    one = '[TOOL_CALLS][{"name": "f.x-1", "arguments": {"a": 1}}]'
+    named = '[TOOL_CALLS]f.x-1[CALL_ID]abcDEF123[ARGS]{"a": 1}'
+    free = model.compiled(strict_calls(TOOLS, {"f.x-1"}, form.marks))
+    integer = make_spec("json", {"type": "integer"}, "response_format")
+    for parallel in (True, False):
+        spec = answer_or_calls(integer, TOOLS, {"f.x-1"}, form.marks, parallel)
+        assert spec is not None
+        grammar = model.compiled(spec)
+        for text in (one, named, *([both] if parallel else [])):
+            assert model.takes(grammar, text) and model.takes(free, "So: " + text)
+            bad = text.replace('"a": 1', '"a": "x"')
+            assert not model.takes(grammar, bad) and not model.takes(free, bad)
+            parsed = parse_all(form.make(ParseContext(tools=tool_specs(TOOLS))), text)
+            assert (parsed.calls[0].name, parsed.calls[0].arguments) == ("f.x-1", '{"a": 1}') and not parsed.content
+        assert parallel or not model.takes(grammar, both)
+        assert not model.takes(grammar, "[TOOL_CALLS][]")
 
 
 def test_structural_tags_are_no_alternative_and_bad_schemas_are_named():

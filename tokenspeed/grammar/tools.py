@@ -8,7 +8,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from tokenspeed.grammar.forms import Form, json_form, sequence, text_form
+from tokenspeed.grammar.forms import Form, either, json_form, optional, sequence, text_form
 from tokenspeed.grammar.json_schema import rewrite_schema
 from tokenspeed.grammar.tagged import tagged_arguments
 from tokenspeed.protocol.errors import InvalidRequest
@@ -41,23 +41,7 @@ def tool_choice_schema(
     if not functions:
         known = ", ".join(repr(tool["function"]["name"]) for tool in tools) or "none"
         raise InvalidRequest(f"tool_choice names {choice!r}, which is not among tools: {known}", param="tool_choice")
-    definitions: dict[str, Any] = {}
-    calls = []
-    for place, function in enumerate(functions):
-        root = f"#/$defs/tool{place}"
-        definitions[f"tool{place}"] = _parameters(function, root)
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"enum": [function["name"]]}, "parameters": {"$ref": root}},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
-    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls} if len(calls) > 1 else calls[0], "minItems": 1}
-    if choice is not None or not parallel:
-        schema["maxItems"] = 1
-    schema["$defs"] = definitions
+    schema = _array_of_calls(functions, None, "parameters", several=choice is None and parallel)
     return GrammarSpec(kind="json_schema", text=json.dumps(schema), starts_after=starts_after, param="tools")
 
 
@@ -72,6 +56,8 @@ def strict_calls(tools: Sequence[dict[str, Any]], strict: Collection[str], marks
         InvalidRequest: parameters that cannot be compiled.
     """
     tags = [_tag(tool["function"], marks, tool["function"]["name"] in strict) for tool in tools]
+    if marks.list_key is not None:
+        tags.append(_list_tag(tools, strict, marks.trigger, marks.list_key, several=True))
     free = {"type": "triggered_tags", "triggers": [marks.trigger], "tags": tags, "excludes": list(marks.banned)}
     return _structural(free, "tools")
 
@@ -100,7 +86,10 @@ def answer_or_calls(
     }
     if any(marks.section):
         calls = {"type": "tag", "begin": marks.section[0], "content": calls, "end": marks.section[1]}
-    return _structural({"type": "or", "elements": [plain, calls]}, answer.param)
+    forms = [plain, calls]
+    if marks.list_key is not None:
+        forms.append(_list_tag(tools, strict, marks.trigger, marks.list_key, parallel))
+    return _structural(either(forms), answer.param)
 
 
 def answer_form(answer: GrammarSpec) -> Form | None:
@@ -138,7 +127,49 @@ def _tag(function: dict[str, Any], marks: CallMarks, is_strict: bool) -> Form:
     if marks.behind_number is not None:
         number = {"type": "regex", "pattern": "[0-9]{1,6}"}
         content = sequence(number, text_form(marks.behind_number), content)
+    if marks.before_arguments:
+        content = sequence(text_form(marks.before_arguments), content)
+    if marks.own_id is not None:
+        before, pattern = marks.own_id
+        content = sequence(optional(sequence(text_form(before), {"type": "regex", "pattern": pattern})), content)
     return {"type": "tag", "begin": marks.begin(function["name"]), "content": content, "end": marks.end}
+
+
+def _list_tag(tools: Sequence[dict[str, Any]], strict: Collection[str], begin: str, key: str, several: bool) -> Form:
+    """All calls as one JSON array behind `begin`; see `CallMarks.list_key`."""
+    array = _array_of_calls([tool["function"] for tool in tools], strict, key, several)
+    content = sequence(optional(text_form(" ")), json_form(array))
+    return {"type": "tag", "begin": begin, "content": content, "end": ""}
+
+
+def _array_of_calls(
+    functions: Sequence[dict[str, Any]], strict: Collection[str] | None, key: str, several: bool
+) -> dict[str, Any]:
+    """The schema of an array of calls.
+
+    Args:
+        strict: names of the functions whose schemas count; None = all.
+        key: the member that holds the arguments.
+    """
+    definitions: dict[str, Any] = {}
+    calls = []
+    for place, function in enumerate(functions):
+        root = f"#/$defs/tool{place}"
+        is_strict = strict is None or function["name"] in strict
+        definitions[f"tool{place}"] = _parameters(function, root) if is_strict else rewrite_schema(ANY_OBJECT, "tools")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"enum": [function["name"]]}, key: {"$ref": root}},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls} if len(calls) > 1 else calls[0], "minItems": 1}
+    if not several:
+        schema["maxItems"] = 1
+    schema["$defs"] = definitions
+    return schema
 
 
 def _parameters(function: dict[str, Any], root: str = "#") -> dict[str, Any]:

@@ -237,6 +237,10 @@ class CallMarks:
         begin: function name -> the text up to the arguments (up to a running number, when there is one).
         end: the text behind them.
         behind_number: a running number stands behind `begin`, and this text behind it.
+        own_id: an id may stand there: the text in front of it, and a regular expression that it matches.
+        before_arguments: the text behind all that, in front of the arguments.
+        list_key: behind `trigger` there may also be a JSON array of all calls, objects with `name` and, by this key,
+            the arguments. None: that is no call.
         section: the texts around the calls of an answer that has nothing else.
         separator: the text between two calls.
         parameters: see `ParameterMarks`; None: the arguments are JSON.
@@ -246,6 +250,9 @@ class CallMarks:
     begin: Callable[[str], str]
     end: str
     behind_number: str | None = None
+    own_id: tuple[str, str] | None = None
+    before_arguments: str = ""
+    list_key: str | None = None
     section: tuple[str, str] = ("", "")
     separator: str = ""
     banned: tuple[str, ...] = ()

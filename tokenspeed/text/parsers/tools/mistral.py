@@ -8,7 +8,7 @@ alphanumeric characters, since those templates refuse a history whose ids have a
 from __future__ import annotations
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ParseContext, ToolFormat, ToolSpec
+from tokenspeed.text.parsers.interface import CallMarks, Example, ModelTraits, ParseContext, ToolFormat, ToolSpec
 from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, call_list, marked_arguments
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
@@ -63,6 +63,14 @@ FORMAT = ToolFormat(
     rank=30,
     needs_special_tokens=True,
     ids=_nine,
+    marks=CallMarks(
+        "[TOOL_CALLS]",
+        lambda name: f"[TOOL_CALLS]{name}",
+        "",
+        own_id=("[CALL_ID]", "[A-Za-z0-9]{9}"),
+        before_arguments="[ARGS]",
+        list_key="arguments",
+    ),
 )
 
 EXAMPLES = (
