@@ -8,16 +8,17 @@ import weakref
 from concurrent.futures import Future
 
 import pytest
-from fake_runner import FakeRunner, continuation
+from fake_runner import NAN_TOKEN, FakeRunner, continuation
 
 from tokenspeed.engine import run as run_module
 from tokenspeed.engine.grammar_gate import GrammarGate
-from tokenspeed.engine.interface import GenerationRequest
+from tokenspeed.engine.interface import GenerationEvent, GenerationRequest
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.protocol.errors import InvalidRequest
-from tokenspeed.protocol.grammar import CANNOT_FOLLOW, INVALID_GRAMMAR, GrammarSpec
+from tokenspeed.protocol.grammar import INVALID_GRAMMAR, GrammarSpec
 from tokenspeed.protocol.messages import AddRequest, SequenceOutput
 from tokenspeed.protocol.sampling import SamplingParams
+from tokenspeed.protocol.step import Row, RowResult
 
 
 class FakeCompiler:
@@ -202,20 +203,35 @@ async def test_a_client_that_closes_ends_those_that_wait(start):
     assert event.finish_reason == "error"
 
 
-def test_an_error_of_the_grammar_is_told_from_others():
+class FaultyRunner(GrammarRunner):
+    """Constrained rows fail behind their second token: the grammar is too slow."""
+
+    def _row(self, row: Row) -> RowResult:
+        if self._slots[row.slot].grammar is not None and len(self._tokens[row.slot]) >= 4:
+            return RowResult(row.slot, [], error="it is slow", error_code=INVALID_GRAMMAR)
+        return super()._row(row)
+
+
+async def test_an_error_of_the_grammar_is_told_from_others(start):
     """The bug: a grammar that turned out too slow ended its request with an error that looked like the engine's own."""
     compiler = FakeCompiler()
-    gate = GrammarGate(compiler)
-    gate.hold(add("a", "x", n=2))
-    compiler.futures["x"].set_result(object())
-    gate.release()
-    faults = [
-        SequenceOutput(request_id="a", index=0, finish_reason="error", error=CANNOT_FOLLOW + "it is slow"),
-        SequenceOutput(request_id="a", index=1, finish_reason="error", error="NaN logits"),
-        SequenceOutput(request_id="b", index=0, finish_reason="error", error="NaN logits"),
+    client = await start(build=type("Runner", (FaultyRunner,), {"compiler": compiler}))
+    sampling = SamplingParams(temperature=0.0, max_tokens=5)
+    requests = [
+        GenerationRequest("slow", [5, 6], sampling, grammar=spec("x")),
+        GenerationRequest("nan", [5, NAN_TOKEN], sampling),
     ]
-    gate.note(faults)
-    assert [output.error_code for output in faults] == [INVALID_GRAMMAR, None, None]
+    tasks = [asyncio.create_task(last_of(client, request)) for request in requests]
+    while "x" not in compiler.futures:
+        await asyncio.sleep(0.001)
+    compiler.futures["x"].set_result(object())
+    slow, nan = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+    assert (slow.finish_reason, slow.error, slow.error_code) == ("error", "it is slow", INVALID_GRAMMAR)
+    assert (nan.finish_reason, nan.error_code) == ("error", None) and "NaN" in nan.error
+
+
+async def last_of(client, request: GenerationRequest) -> GenerationEvent:
+    return [event async for event in client.generate(request)][-1]
 
 
 async def test_the_library_is_opened_when_there_is_nothing_to_do(start, monkeypatch):

@@ -13,11 +13,11 @@ from grammar_support import BYTES, EOS
 
 from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.grammar.interface import GrammarOptions
-from tokenspeed.protocol.grammar import CANNOT_FOLLOW, GrammarSpec
+from tokenspeed.protocol.grammar import INVALID_GRAMMAR, GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams, ThinkingBudget
 from tokenspeed.protocol.step import Admission
 from tokenspeed.runner import constraints as constraints_module
-from tokenspeed.runner.constraints import Constraints
+from tokenspeed.runner.constraints import Constraints, Fault
 from tokenspeed.sampling.masks import TokenMasks
 from tokenspeed.sampling.sampler import Sampler
 
@@ -47,6 +47,13 @@ def may(constraints: Constraints, slot: int) -> set[int] | None:
     words = constraints.fill([slot], [0])
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[0, :VOCAB]
     return set(np.flatnonzero(bits).tolist())
+
+
+def fault(constraints: Constraints, token_id: int) -> Fault:
+    """Why slot 0 cannot go on behind this token."""
+    found = constraints.accept(0, token_id)
+    assert found is not None
+    return found
 
 
 def test_rows_are_those_with_a_grammar(compiler: GrammarCompiler):
@@ -188,9 +195,9 @@ def test_a_token_outside_of_the_grammar_ends_the_sequence(compiler: GrammarCompi
     _keep = compiler.submit(grammar).result(60)
     constraints = Constraints(compiler, VOCAB)
     constraints.admit(admission(0, grammar))
-    assert "not allow" in (constraints.accept(0, ord("x")) or "")
+    assert "not allow" in fault(constraints, ord("x")).error
     assert constraints.rows([0]) == []
-    assert "not allow" in (constraints.accept(0, ord("a")) or "")
+    assert "not allow" in fault(constraints, ord("a")).error
 
 
 def test_a_grammar_that_takes_too_long_ends_its_own_sequence(compiler: GrammarCompiler, monkeypatch):
@@ -201,8 +208,8 @@ def test_a_grammar_that_takes_too_long_ends_its_own_sequence(compiler: GrammarCo
     constraints.admit(admission(1, None))
     monkeypatch.setattr(constraints_module, "EARNED_S", -1.0)
     assert may(constraints, 0) is not None
-    error = constraints.accept(0, ord("a")) or ""
-    assert error.startswith(CANNOT_FOLLOW) and "less ambiguous" in error
+    found = fault(constraints, ord("a"))
+    assert found.code == INVALID_GRAMMAR and "less ambiguous" in found.error
     assert constraints.rows([0]) == []
     assert constraints.accept(1, ord("a")) is None
 
@@ -243,8 +250,8 @@ def test_what_a_library_cannot_do_fails_its_own_row_as_the_users_error(where: st
     constraints = Constraints(Compiler(), VOCAB)  # type: ignore[arg-type]
     constraints.admit(admission(0, spec("a")))
     assert may(constraints, 0) == set(range(VOCAB))
-    error = constraints.accept(0, 1) or ""
-    assert error.startswith(CANNOT_FOLLOW) and "too many states" in error
+    found = fault(constraints, 1)
+    assert found.code == INVALID_GRAMMAR and "too many states" in found.error
     assert constraints.rows([0]) == []
 
 
@@ -253,7 +260,7 @@ def test_a_grammar_that_is_gone_fails_its_row_only():
     constraints = Constraints(None, VOCAB)
     constraints.admit(admission(0, spec("a")))
     assert constraints.rows([0]) == []
-    assert constraints.accept(0, 1) == "the grammar is not compiled"
+    assert constraints.accept(0, 1) == Fault("the grammar is not compiled")
 
 
 # ---- masks in the sampler -------------------------------------------------------------------------------------------

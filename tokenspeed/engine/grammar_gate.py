@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.grammar.interface import CompiledGrammar, GrammarError
-from tokenspeed.protocol.grammar import CANNOT_FOLLOW, INVALID_GRAMMAR
+from tokenspeed.protocol.grammar import INVALID_GRAMMAR
 from tokenspeed.protocol.messages import AddRequest, FinishReason, SequenceOutput
 
 logger = logging.getLogger(__name__)
@@ -104,15 +104,12 @@ class GrammarGate:
         return outputs
 
     def note(self, outputs: list[SequenceOutput]) -> None:
-        """Mark the errors that are a grammar's fault, and let go of the grammars of requests whose last sequence has
-        ended."""
+        """Let go of the grammars of requests whose last sequence has ended."""
         if not self._pins:
             return
         for output in outputs:
             pin = self._pins.get(output.request_id) if output.finish_reason is not None else None
             if pin is not None:
-                if output.error is not None and output.error.startswith(CANNOT_FOLLOW):
-                    output.error_code = INVALID_GRAMMAR
                 pin.num_left -= 1
                 if pin.num_left == 0:
                     del self._pins[output.request_id]

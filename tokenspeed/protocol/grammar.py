@@ -11,9 +11,6 @@ GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag", "token_t
 INVALID_GRAMMAR = "invalid_grammar"
 """Code of the error that a grammar the engine cannot compile or follow ends its request with."""
 
-CANNOT_FOLLOW = "the grammar cannot be followed: "
-"""How a row's error begins when the request's own grammar is at fault, found while it was generated."""
-
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A constraint on the output.

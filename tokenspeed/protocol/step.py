@@ -120,6 +120,7 @@ class RowResult(msgspec.Struct, frozen=True):
             the logprob of the token *after* each computed position; empty unless asked.
         error: None, or why this request alone fails (NaN logits). Its tokens are then empty. A plan made meanwhile may
             hold one more row for the slot; whatever that row computes is dropped, it only must not fail the step.
+        error_code: what kind of error, where the request itself is at fault (see `SequenceOutput`); else None.
     """
 
     slot: int
@@ -127,6 +128,7 @@ class RowResult(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
     error: str | None = None
+    error_code: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

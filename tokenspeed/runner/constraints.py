@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.grammar.interface import MaskRow, Matcher
-from tokenspeed.protocol.grammar import CANNOT_FOLLOW, GrammarSpec
+from tokenspeed.protocol.grammar import INVALID_GRAMMAR, GrammarSpec
 from tokenspeed.protocol.sampling import ThinkingBudget
 from tokenspeed.protocol.step import Admission
 
@@ -26,6 +26,19 @@ CREDIT_S = 0.25
 
 EARNED_S = 0.003
 """What each token gives back of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a sequence cannot go on; the fields are `RowResult.error` and `error_code`."""
+
+    error: str
+    code: str | None = None
+
+    @staticmethod
+    def of_grammar(reason: str) -> Fault:
+        """The request's own grammar is at fault, found while it was followed."""
+        return Fault(f"the grammar cannot be followed: {reason}"[:500], INVALID_GRAMMAR)
 
 
 @dataclass(slots=True)
@@ -91,7 +104,7 @@ class _Slot:
 
     matcher: Matcher | None
     reasoning: _Reasoning | None = None
-    error: str | None = None
+    error: Fault | None = None
     credit_s: float = CREDIT_S
 
     @property
@@ -117,19 +130,19 @@ class _Slot:
         try:
             return self.matcher.fill(row)
         except Exception as error:
-            self.error = f"{CANNOT_FOLLOW}{type(error).__name__}: {error}"[:500]
+            self.error = Fault.of_grammar(f"{type(error).__name__}: {error}")
             return False
 
     def _follow(self, matcher: Matcher, token_id: int) -> None:
         try:
             is_allowed = matcher.accept(token_id)
         except Exception as error:  # whatever the library raises is about this grammar
-            self.error = f"{CANNOT_FOLLOW}{type(error).__name__}: {error}"[:500]
+            self.error = Fault.of_grammar(f"{type(error).__name__}: {error}")
             return
         if matcher.failure is not None:
-            self.error = CANNOT_FOLLOW + matcher.failure
+            self.error = Fault.of_grammar(matcher.failure)
         elif not is_allowed:
-            self.error = f"the token {token_id} was sampled although the grammar does not allow it"
+            self.error = Fault(f"the token {token_id} was sampled although the grammar does not allow it")
 
 
 class Constraints:
@@ -163,7 +176,7 @@ class Constraints:
         compiled = self._compiler.compiled(spec) if self._compiler is not None else None
         if compiled is None:
             # The request has ended meanwhile, and nobody else uses its grammar: its rows are dropped.
-            slot.error = "the grammar is not compiled"
+            slot.error = Fault("the grammar is not compiled")
             return False
         slot.matcher = compiled.matcher()
         return True
@@ -202,7 +215,7 @@ class Constraints:
             slot.credit_s -= time.thread_time() - begin_s
         return words
 
-    def accept(self, slot: int, token_id: int) -> str | None:
+    def accept(self, slot: int, token_id: int) -> Fault | None:
         """A slot has sampled a token. Returns why the sequence cannot go on, or None. Any slot may be named."""
         held = self._slots.get(slot)
         if held is None:
@@ -215,9 +228,8 @@ class Constraints:
         held.credit_s = min(CREDIT_S, held.credit_s + EARNED_S - (time.thread_time() - begin_s))
         if held.error is None and held.credit_s < 0:
             limit_ms = EARNED_S * 1000
-            held.error = (
-                f"{CANNOT_FOLLOW}it takes more than {limit_ms:g} ms of CPU time a token; make it less ambiguous or "
-                "smaller"
+            held.error = Fault.of_grammar(
+                f"it takes more than {limit_ms:g} ms of CPU time a token; make it less ambiguous or smaller"
             )
         return held.error
 

@@ -22,7 +22,7 @@ from tokenspeed.kernels.triton.sampling import sample_rows
 from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.messages import ProfileOptions
 from tokenspeed.protocol.step import Row, RowResult, StepPlan, StepResult
-from tokenspeed.runner.constraints import Constraints
+from tokenspeed.runner.constraints import Constraints, Fault
 from tokenspeed.runner.decode_graphs import DecodeGraphs
 from tokenspeed.runner.device_state import DeviceState, to_device
 from tokenspeed.runner.grammar_rows import GrammarRows
@@ -51,7 +51,7 @@ class _Sampled:
     token_ids: torch.Tensor
     eager: dict[int, int] = field(default_factory=dict)
     eager_batch: SampledBatch | None = None
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, Fault] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -364,13 +364,14 @@ class CudaModelRunner:
                 order = sampled.eager.get(index)
                 if order is not None:
                     outcome = eager[order]
-                    error = outcome.error or sampled.errors.get(row.slot)
+                    fault = Fault(outcome.error) if outcome.error else sampled.errors.get(row.slot)
                     found[row.slot] = RowResult(
                         slot=row.slot,
-                        token_ids=[] if error else [outcome.token_id],
-                        logprobs=[outcome.logprobs] if outcome.logprobs and not error else [],
+                        token_ids=[] if fault else [outcome.token_id],
+                        logprobs=[outcome.logprobs] if outcome.logprobs and not fault else [],
                         prompt_logprobs=prompts.get(row.slot, []),
-                        error=error,
+                        error=fault.error if fault else None,
+                        error_code=fault.code if fault else None,
                     )
                 elif token_id < 0:
                     found[row.slot] = RowResult(row.slot, [], error=NAN_LOGITS)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenspeed.protocol.step import Admission
-from tokenspeed.runner.constraints import Constraints
+from tokenspeed.runner.constraints import Constraints, Fault
 from tokenspeed.sampling.masks import TokenMasks
 
 
@@ -49,9 +49,9 @@ class GrammarRows:
             return []
         return [row for row, slot in enumerate(slots) if slot in self._slots]
 
-    def catch_up(self, slots: Sequence[int]) -> dict[int, str]:
+    def catch_up(self, slots: Sequence[int]) -> dict[int, Fault]:
         """Tell the grammars of `slots` what was sampled in the step before; slot -> why it cannot go on."""
-        errors: dict[int, str] = {}
+        errors: dict[int, Fault] = {}
         for slot in slots:
             unread = self._unread.pop(slot, None)
             if unread is None:

@@ -19,7 +19,7 @@ from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.messages import ProfileOptions
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprobs
-from tokenspeed.runner.constraints import Constraints
+from tokenspeed.runner.constraints import Constraints, Fault
 from tokenspeed.runner.device_state import DeviceState
 from tokenspeed.runner.loaded import LoadedModel
 from tokenspeed.runner.profiler import StepProfiler
@@ -210,13 +210,15 @@ class ModelRunner:
             where = torch.tensor([slots, positions], dtype=torch.int64, device=logits.device)
             self._state.append_sampled(where[0], where[1], sampled.token_ids)
             for row, outcome in zip(sampling, sampled.finish(), strict=True):
-                error = outcome.error or self._constraints.accept(row.slot, outcome.token_id)
+                fault = Fault(outcome.error) if outcome.error else None
+                fault = fault or self._constraints.accept(row.slot, outcome.token_id)
                 results[row.slot] = RowResult(
                     slot=row.slot,
-                    token_ids=[] if error else [outcome.token_id],
-                    logprobs=[outcome.logprobs] if outcome.logprobs and not error else [],
+                    token_ids=[] if fault else [outcome.token_id],
+                    logprobs=[outcome.logprobs] if outcome.logprobs and not fault else [],
                     prompt_logprobs=prompt_logprobs.get(row.slot, []),
-                    error=error,
+                    error=fault.error if fault else None,
+                    error_code=fault.code if fault else None,
                 )
         return [
             results.get(row.slot) or RowResult(row.slot, [], prompt_logprobs=prompt_logprobs.get(row.slot, []))

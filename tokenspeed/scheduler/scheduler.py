@@ -360,7 +360,7 @@ class Scheduler:
         """One row's outcome. `is_current`: not preempted since it was planned, so the row's pages are still its own."""
         if got.error is not None:
             self._counters.num_row_errors += 1
-            return self._finish(sequence, "error", error=got.error)
+            return self._finish(sequence, "error", error=got.error, error_code=got.error_code)
         if sequence.sampling.prompt_logprobs is not None:
             sequence.request.collect_prompt_logprobs(row.start, got.prompt_logprobs)
         new_ids, reason, stop_token_id = take_tokens(sequence, row, got)
@@ -390,13 +390,14 @@ class Scheduler:
         got: RowResult | None = None,
         stop_token_id: int | None = None,
         error: str | None = None,
+        error_code: str | None = None,
     ) -> SequenceOutput:
         """End a live sequence wherever it is, and make its one terminal output."""
         request = sequence.request
         output = news(sequence, new_ids if new_ids is not None else [], got)
         output.finish_reason = reason
         output.stop_token_id = stop_token_id
-        output.error = error
+        output.error, output.error_code = error, error_code
         if sequence.state is State.RUNNING:
             self._leave_slot(sequence)
         elif sequence.state is State.WAITING:
