@@ -18,6 +18,9 @@ PREFILL_TOKENS = (2, 16, 17, 32, 33, 48, 65, 128, 512)
 EXPERT_TOKENS = (4, 8, 64, 256, 1024, 2048, 4096, 8192)
 """Besides, for expert layers: tiles there are chosen by how many tokens an expert has to expect."""
 CONTEXT_PAGES = 2
+MANY_TOKENS = 96
+"""More than any kernel for few rows takes. The last layer of a prompt step computes only a row a request: with several
+requests it meets those kernels again, and unfused."""
 
 
 def representatives(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -64,6 +67,10 @@ def _kinds(max_num_seqs: int, max_num_batched_tokens: int) -> Iterator[tuple[int
     for num_tokens in PREFILL_TOKENS:
         if num_tokens <= max_num_batched_tokens:
             yield 1, num_tokens
+    for num_requests in representatives(range(2, min(max_num_seqs, max_num_batched_tokens // 2) + 1)):
+        num_tokens = max(2, -(-MANY_TOKENS // num_requests))
+        if num_requests * num_tokens <= max_num_batched_tokens:
+            yield num_requests, num_tokens
 
 
 def _expert_kinds(max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int) -> Iterator[tuple[int, int]]:
