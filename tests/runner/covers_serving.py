@@ -36,7 +36,8 @@ MODELS = {
     ),
     "gpt-oss-20b": shape(
         "GptOssForCausalLM", (2880, 2880, 64, 8, 64, 201088), attention_bias=True, o_bias=True, attention_sinks=True,
-        layer_windows=(128, None), quantization=QuantizationConfig(method="mxfp4", granularity="group", activations="none"),
+        layer_windows=(128, None),
+        quantization=QuantizationConfig(method="mxfp4", granularity="group", activations="none"),
         moe=MoeConfig(
             num_experts=32, top_k=4, intermediate_size=2880, scoring="topk_softmax", router="router", router_bias=True,
             expert_bias=True, limit=7.0, alpha=1.702, layout="interleaved",
