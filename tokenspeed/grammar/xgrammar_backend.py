@@ -24,9 +24,9 @@ MAX_WHITESPACE = 16
 """Characters of white space between two JSON tokens. Small models otherwise write blanks until max_tokens; pretty
 printing needs a line break and the indentation."""
 
-QUICK_S = 2.0
-"""CPU seconds up to which a compilation is simply done twice. Measured: 32 tools with strings of limited length, 0.35 s
-to compile, were more than 20 s in writing."""
+QUICK_S = 8.0
+"""CPU seconds up to which a compilation is simply done twice. Measured: 48 tools with strings of limited length, 0.4 s
+to compile, were more than 20 s in writing, which takes much memory, too."""
 
 _ESCAPED = '"\\' + "".join(map(chr, range(32)))
 """What stands in a JSON string only behind a backslash."""
