@@ -15,8 +15,8 @@ from tokenspeed.kernels.triton.moe_grouped import GroupedTile
 from tokenspeed.moe.interface import ExpertFormat, MoeNeed
 from tokenspeed.protocol.errors import ConfigError
 
-MAX_GEMV_TOKENS = 4
-"""Without a table."""
+MAX_GEMV_TOKENS = {"mxfp4": 1, "dense": 8}
+"""Without a table: up to where the GEMV won for gpt-oss-20b and Qwen3-30B-A3B on an H200."""
 DEFAULT_TILE = GroupedTile()
 NO_LIMIT = 2**31 - 1
 
@@ -114,7 +114,8 @@ def heuristic_plans(shape: ExpertShape, has_gemv: bool, shared_bytes: int, is_fl
         shared_bytes: that one program may have.
         is_float32: activations (and dense weights) take 4 bytes.
     """
-    plans = [ExpertPlan(MAX_GEMV_TOKENS, gemv=True)] if has_gemv else []
+    gemv_tokens = MAX_GEMV_TOKENS.get(shape.format, 0) if has_gemv else 0
+    plans = [ExpertPlan(gemv_tokens, gemv=True)] if gemv_tokens else []
     if is_float32:
         tile = GroupedTile(64, 32, 1, 2, 4)
         return (*plans, ExpertPlan(64, False, 16, tile, tile), ExpertPlan(NO_LIMIT, False, 32, tile, tile))
@@ -122,7 +123,7 @@ def heuristic_plans(shape: ExpertShape, has_gemv: bool, shared_bytes: int, is_fl
     small = GroupedTile(128, 64 if shape.format == "dense" else 128, stages=4 if is_large else 2)
     per_expert = shape.top_k / shape.num_experts
     for block_m in (16, 32):
-        plans.append(ExpertPlan(max(MAX_GEMV_TOKENS + 1, int(block_m / 2 / per_expert)), False, block_m, small, small))
+        plans.append(ExpertPlan(max(gemv_tokens + 1, int(block_m / 2 / per_expert)), False, block_m, small, small))
     middle = GroupedTile(128, 64, 1, 3 if is_large else 2, 8 if shape.format == "fp8_block" else 4, 4)
     plans.append(ExpertPlan(max(64, int(40 / per_expert)), False, 64, middle, middle))
     if is_large:
