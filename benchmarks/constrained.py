@@ -4,7 +4,8 @@
 
 Against a running server. Three rounds, each with the same `--free` streams (random token ids, greedy, no end): alone,
 with `--others` more like them, and with as many that must follow a JSON schema. The first two say what company costs;
-the third what the grammar adds. Interleaved `--repeats` times, medians, ends in one JSON line.
+the third what the grammar adds. A round is measured once every stream beside has given a token, and fails when they
+give none meanwhile. Interleaved `--repeats` times, medians, ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
+FIRST_TOKEN_TIMEOUT_S = 120.0
+"""The first grammar of a server may have to wait for its compiler to start."""
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -43,6 +48,14 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@dataclass(slots=True)
+class Company:
+    """The streams beside: whether each has begun, and the chunks that all have given."""
+
+    begun: list[asyncio.Event] = field(default_factory=list)
+    num_chunks: int = 0
+
+
 class Load:
     """Streams against one server."""
 
@@ -64,8 +77,8 @@ class Load:
             **fields,
         }
 
-    async def _read(self, body: dict[str, Any]) -> int:
-        """Output tokens of one stream."""
+    async def _read(self, body: dict[str, Any], arrived: Callable[[], None] = lambda: None) -> int:
+        """Output tokens of one stream; `arrived` is called at each chunk of its answer."""
         url = f"{self._args.base_url.rstrip('/')}/v1/completions"
         tokens = 0
         async with self._session.post(url, json=body) as response:
@@ -76,38 +89,62 @@ class Load:
                     event = json.loads(line[6:])
                     if event.get("error"):
                         raise SystemExit(f"a stream ended in an error: {event['error']}")
+                    if event.get("choices"):
+                        arrived()
                     if event.get("usage"):
                         tokens = event["usage"]["completion_tokens"]
         return tokens
 
-    async def _keep(self, fields: dict[str, Any], counts: list[int]) -> None:
+    async def _keep(self, fields: dict[str, Any], company: Company) -> None:
         """One place beside the measured streams: as soon as a request ends, the next begins."""
+        begun = asyncio.Event()
+        company.begun.append(begun)
+
+        def arrived() -> None:
+            begun.set()
+            company.num_chunks += 1
+
         while True:
-            counts.append(await self._read(self._body(self._args.output_len, **fields)))
+            await self._read(self._body(self._args.output_len, **fields), arrived)
 
-    def _start(self, fields: dict[str, Any], counts: list[int]) -> asyncio.Task[None]:
-        return asyncio.create_task(self._keep(fields, counts))
+    async def round(self, others: dict[str, Any] | None) -> tuple[float, float]:
+        """Tokens a second of the measured streams, and chunks a second of those beside them meanwhile.
 
-    async def round(self, others: dict[str, Any] | None) -> tuple[float, int]:
-        """Tokens a second of the measured streams, and tokens of those beside them."""
-        counts: list[int] = []
-        company = [] if others is None else [self._start(others, counts) for _ in range(self._args.others)]
-        if company:
-            await asyncio.sleep(0.5)  # all of them decode
-        started = time.perf_counter()
+        The clock starts when every other stream has given its first token: a grammar that still compiles keeps its
+        requests waiting, and they would be no company at all.
+        """
+        company = Company()
+        places = 0 if others is None else self._args.others
+        tasks = [asyncio.create_task(self._keep(others or {}, company)) for _ in range(places)]
+        await asyncio.sleep(0)
+        begun = asyncio.gather(*(event.wait() for event in company.begun))
+        await asyncio.wait_for(_unless_failed(begun, tasks), FIRST_TOKEN_TIMEOUT_S)
+        before, started = company.num_chunks, time.perf_counter()
         bodies = [self._body(self._args.output_len, ignore_eos=True) for _ in range(self._args.free)]
         tokens = await asyncio.gather(*(self._read(body) for body in bodies))
-        rate = sum(tokens) / (time.perf_counter() - started)
-        for task in company:
+        took = time.perf_counter() - started
+        chunks = company.num_chunks - before
+        for task in tasks:
             task.cancel()
-        results = await asyncio.gather(*company, return_exceptions=True)
-        for result in results:
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 raise result
-        return rate, sum(counts)
+        if others is not None and not chunks:
+            raise SystemExit("the streams beside gave nothing while the free ones were measured: no comparison")
+        return sum(tokens) / took, chunks / took
 
 
-async def measure(args: argparse.Namespace) -> dict[str, Any]:
+async def _unless_failed(begun: asyncio.Future[Any], tasks: list[asyncio.Task[None]]) -> None:
+    """Wait for `begun`; a task that ends first has failed."""
+    await asyncio.wait([begun, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        if task.done():
+            task.result()
+    await begun
+
+
+async def measure(args: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """For each round's kind, medians: tokens a second of the measured streams, chunks a second of the others."""
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         async with session.get(f"{args.base_url.rstrip('/')}/v1/models") as response:
@@ -121,22 +158,29 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         }
         for others in kinds.values():
             await load.round(others)
-        rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+        rounds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
         for _ in range(args.repeats):
             for kind, others in kinds.items():
-                rates[kind].append((await load.round(others))[0])
-    return {kind: statistics.median(values) for kind, values in rates.items()}
+                rounds[kind].append(await load.round(others))
+    return {
+        kind: (statistics.median(rate for rate, _ in values), statistics.median(beside for _, beside in values))
+        for kind, values in rounds.items()
+    }
 
 
 def main() -> None:
     args = parse_args()
-    rates = asyncio.run(measure(args))
-    for kind, rate in rates.items():
-        print(f"{kind:>20}: {rate:8.1f} tok/s of {args.free} free streams, {rate / rates['alone']:.1%} of alone")
+    measured = asyncio.run(measure(args))
+    rates = {kind: rate for kind, (rate, _) in measured.items()}
+    for kind, (rate, beside) in measured.items():
+        of_alone = f"{rate / rates['alone']:.1%} of alone"
+        print(f"{kind:>20}: {rate:8.1f} tok/s of {args.free} free streams, {of_alone}; others {beside:.1f} chunks/s")
     constrained, free = rates["beside constrained"], rates["beside free"]
     print(f"what the grammar adds: {constrained / free - 1:+.1%} against as many free streams")
+    others = {kind: beside for kind, (_, beside) in measured.items()}
     summary = {"benchmark": "constrained", "free": args.free, "others": args.others, "tok_s": rates}
-    print(json.dumps({**summary, "of_beside_free": constrained / free, "of_alone": constrained / rates["alone"]}))
+    shares = {"of_beside_free": constrained / free, "of_alone": constrained / rates["alone"]}
+    print(json.dumps({**summary, "others_chunks_s": others, **shares}))
 
 
 if __name__ == "__main__":
