@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_device import DEVICE, ON_GPU
 
-from tokenspeed.kernels.triton.sampling import SlotSampling, sample_rows
+from tokenspeed.kernels.triton.sampling import SlotSampling, masked_rows, sample_rows
 
 VOCAB = 5000 if ON_GPU else 4200  # more than one chunk of the drawing kernel
 
@@ -109,3 +109,29 @@ def test_unusable_logits_fail_alone() -> None:
     logits[1] = -torch.inf
     logits[2, 5] = torch.inf
     assert draw(logits, sampling(temperature=[1.0, 1.0, 0.0, 0.0]), 0) == [-1, -1, -1, int(expected)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [VOCAB, VOCAB - 17])
+def test_masked_rows(vocab: int, dtype: torch.dtype) -> None:
+    """Bits of the last word beyond the vocabulary mean nothing; NaN is kept, forbidden or not."""
+    logits = torch.randn(5, vocab, device=DEVICE).to(dtype)
+    logits[4, 7] = float("nan")
+    words = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), dtype=torch.int64, device=DEVICE).to(torch.int32)
+    words[2, 0] = 0
+    rows = torch.tensor([3, 0, 4], device=DEVICE)
+    out = masked_rows(logits, rows, words)
+    assert out.dtype == dtype
+    allowed = ((words[:, :, None] >> torch.arange(32, device=DEVICE)) & 1).flatten(1)[:, :vocab].bool()
+    assert 0.4 < float(allowed.float().mean()) < 0.6
+    wanted = logits[rows].masked_fill(~allowed, float("-inf"))
+    wanted[2, 7] = float("nan")
+    assert torch.equal(out.nan_to_num(nan=5.0), wanted.nan_to_num(nan=5.0))
+
+
+def test_a_row_that_may_sample_nothing_fails() -> None:
+    logits = torch.randn(1, VOCAB, device=DEVICE)
+    nothing = torch.zeros(1, -(-VOCAB // 32), dtype=torch.int32, device=DEVICE)
+    allowed = masked_rows(logits, torch.zeros(1, dtype=torch.int64, device=DEVICE), nothing)
+    assert draw(allowed, sampling(temperature=[0.0]), 3) == [-1]
+    assert draw(allowed, sampling(temperature=[1.0]), 3) == [-1]

@@ -23,9 +23,10 @@ from tokenspeed.cache.spec import group_layers
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.kernels.triton.sampling import SlotSampling
+from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import RowResult, StepPlan, StepResult
-from tokenspeed.runner import cuda_runner, slot_graphs
+from tokenspeed.runner import cuda_runner, grammar_rows, slot_graphs
 from tokenspeed.runner.cuda_runner import CudaModelRunner, GraphPlan
 from tokenspeed.runner.decode_graphs import DecodeGraphs
 from tokenspeed.runner.kv_pool import allocate
@@ -82,7 +83,11 @@ class UnpinnedTorch:
     """torch, whose memory is pinned nowhere, and whose GPU is the CPU."""
 
     cuda = SimpleNamespace(
-        Stream=AtOnce, Event=AtOnce, stream=lambda _: contextlib.nullcontext(), default_stream=lambda _: AtOnce()
+        Stream=AtOnce,
+        Event=AtOnce,
+        stream=lambda _: contextlib.nullcontext(),
+        default_stream=lambda _: AtOnce(),
+        current_stream=lambda _: AtOnce(),
     )
 
     def __getattr__(self, name: str) -> Any:
@@ -91,6 +96,12 @@ class UnpinnedTorch:
     def empty(self, *shape: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
         assert pin_memory
         return torch.empty(*shape, dtype=dtype)
+
+
+def masked_rows(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """Stands for the kernel."""
+    allowed = ((masks[:, :, None] >> torch.arange(32)) & 1).flatten(1)[:, : logits.shape[1]].bool()
+    return logits[rows].masked_fill(~allowed, float("-inf"))
 
 
 def sample_rows(
@@ -120,6 +131,8 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
     if ON_GPU:
         return recording
     monkeypatch.setattr(cuda_runner, "torch", UnpinnedTorch())
+    monkeypatch.setattr(grammar_rows, "torch", UnpinnedTorch())
+    monkeypatch.setattr(cuda_runner, "masked_rows", masked_rows)
     monkeypatch.setattr(cuda_runner, "has_pdl", lambda device: False)
     for module in (cuda_runner, slot_graphs):
         monkeypatch.setattr(module, "sample_rows", sample_rows)
@@ -135,7 +148,11 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
 
 
 def run(
-    plans: list[StepPlan], graphs: GraphPlan, recording: Recording, config: ModelConfig = LLAMA
+    plans: list[StepPlan],
+    graphs: GraphPlan,
+    recording: Recording,
+    config: ModelConfig = LLAMA,
+    grammars: Any = None,
 ) -> tuple[list[list[RowResult]], list[str]]:
     """Results of plans, as rows, and the runner's report. Two are in flight, no more: the face promises that, and the
     runner's pinned buffers count on it (14 at once gave another step's tokens, now and then)."""
@@ -148,7 +165,7 @@ def run(
     model.bind_kv(list(allocate(model.cache_specs(), groups, *shape, torch.float32, DEVICE)))
     report: list[str] = []
     loaded = LoadedModel(model, ops, backend, report)
-    runner = CudaModelRunner(loaded, groups, Limits(SLOTS, LENGTH, config.vocab_size), graphs)
+    runner = CudaModelRunner(loaded, groups, Limits(SLOTS, LENGTH, config.vocab_size), graphs, grammars)
     try:
         runner.capture()
         futures: list[Future[StepResult]] = []
@@ -245,3 +262,92 @@ def test_a_backend_that_cannot_be_recorded(recording: Recording, monkeypatch: py
         "prefill graphs: none, prompts run eagerly (paged attention cannot be recorded)",
     ]
     assert not recording.num_replays
+
+
+class InTurn:
+    """A grammar, its compiler and its matcher: the n-th token of the output is n modulo 3; other than `stuck`, at
+    which the library gives up."""
+
+    num_bytes = 0
+
+    def __init__(self, stuck: int | None = None) -> None:
+        self._stuck = stuck
+        self._num_tokens = 0
+        self.is_terminated = False
+        self.failure: str | None = None
+
+    def compiled(self, spec: GrammarSpec) -> InTurn:
+        return InTurn(int(spec.text) if spec.text else None)
+
+    def matcher(self) -> InTurn:
+        return self
+
+    def fill(self, row: Any) -> bool:
+        row[:] = 0
+        words = row.view("uint32")
+        for token_id in range(self._num_tokens % 3, LLAMA.vocab_size, 3):
+            words[token_id // 32] |= 1 << token_id % 32
+        return True
+
+    def accept(self, token_id: int) -> bool:
+        if self._num_tokens == self._stuck:
+            self.failure = "stuck"
+        is_allowed = token_id % 3 == self._num_tokens % 3
+        self._num_tokens += 1
+        return is_allowed
+
+    def rollback(self, num_tokens: int) -> None:
+        self._num_tokens -= num_tokens
+
+    def close(self) -> None: ...
+
+
+CONSTRAINED = {
+    "greedy": GREEDY,
+    "drawn": SamplingParams(temperature=0.9, top_p=0.8, seed=3),
+    "with logprobs": SamplingParams(temperature=0.0, logprobs=2, seed=0),
+}
+
+
+@pytest.mark.parametrize("graphs", [GraphPlan(), GraphPlan(sizes=(1, 2, 4), prefill_sizes=(4, 16))])
+@pytest.mark.parametrize("how", CONSTRAINED)
+def test_constrained_rows_follow_and_others_do_not_notice(how: str, graphs: GraphPlan, recording: Recording) -> None:
+    """Slot 1 has a grammar, slots 0 and 2 have none; slot 2 arrives late, so that steps are mixed."""
+
+    def plans(grammar: GrammarSpec | None) -> list[StepPlan]:
+        made = Plans(NUM_PAGES)
+        prompts = {0: [5, 9, 2], 1: [7, 7, 1, 4], 2: [3] * 6}
+        first = [
+            made.admit(0, prompts[0], GREEDY),
+            replace(made.admit(1, prompts[1], CONSTRAINED[how]), grammar=grammar),
+        ]
+        steps = [made.step(first, [made.row(0, 3, samples=True), made.row(1, 4, samples=True)])]
+        steps += [made.step([], [made.decode(0), made.decode(1)]) for _ in range(4)]
+        late = made.admit(2, prompts[2], CONSTRAINED["drawn"])
+        steps.append(made.step([late], [made.decode(0), made.decode(1), made.row(2, 6, samples=True)]))
+        steps += [made.step([], [made.decode(slot) for slot in range(3)]) for _ in range(4)]
+        return steps
+
+    spec = GrammarSpec(kind="regex", text="")
+    free, _ = run(plans(None), graphs, recording)
+    held, _ = run(plans(spec), graphs, recording, grammars=InTurn())
+    ours = [row.token_ids[0] % 3 for rows in held for row in rows if row.slot == 1]
+    assert ours == [place % 3 for place in range(10)]
+    without = [[row.token_ids[0] % 3 for row in rows if row.slot == 1] for rows in free]
+    assert without != [[place % 3] for place in range(10)], "the model does so anyway"
+    for slot in (0, 2):
+        theirs = [[row.token_ids for row in rows if row.slot == slot] for rows in held]
+        assert theirs == [[row.token_ids for row in rows if row.slot == slot] for rows in free]
+
+
+def test_a_grammar_that_gives_up_ends_its_own_row(recording: Recording) -> None:
+    made = Plans(NUM_PAGES)
+    spec = GrammarSpec(kind="regex", text="1")
+    first = [made.admit(0, [5, 9], GREEDY), replace(made.admit(1, [7, 1], GREEDY), grammar=spec)]
+    steps = [made.step(first, [made.row(0, 2, samples=True), made.row(1, 2, samples=True)])]
+    steps += [made.step([], [made.decode(0), made.decode(1)]) for _ in range(3)]
+    results, _ = run(steps, GraphPlan(sizes=(1, 2, 4)), recording, grammars=InTurn())
+    faults = [[row.error for row in rows if row.slot == 1] for rows in results]
+    assert faults[:2] == [[None], [None]]
+    assert faults[2:] == [["the grammar cannot be followed: stuck"]] * 2
+    assert all(row.error is None and len(row.token_ids) == 1 for rows in results for row in rows if row.slot == 0)

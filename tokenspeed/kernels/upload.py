@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+
+
+def to_device(
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Numbers as a tensor on the device. To a GPU they travel through pinned memory, so that nobody waits for it."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on the device, by way of pinned memory, so that nobody waits for it."""
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def staging_buffer(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -18,13 +18,14 @@ import torch
 from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.kernels.triton.registered import has_pdl
-from tokenspeed.kernels.triton.sampling import sample_rows
+from tokenspeed.kernels.triton.sampling import masked_rows, sample_rows
+from tokenspeed.kernels.upload import send, to_device
 from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.messages import ProfileOptions
 from tokenspeed.protocol.step import Row, RowResult, StepPlan, StepResult
 from tokenspeed.runner.constraints import Constraints, Fault
 from tokenspeed.runner.decode_graphs import DecodeGraphs
-from tokenspeed.runner.device_state import DeviceState, to_device
+from tokenspeed.runner.device_state import DeviceState
 from tokenspeed.runner.grammar_rows import GrammarRows
 from tokenspeed.runner.loaded import LoadedModel
 from tokenspeed.runner.memory import PREFILL_GRAPH_REQUESTS
@@ -314,28 +315,51 @@ class CudaModelRunner:
         positions = to_device([row.start + row.num_tokens for row in rows], torch.int64, self._device)
         where = to_device(slots, torch.int32, self._device)
         token_ids = sample_rows(logits, where, positions, self._parameters.sampling, self._state.token_ids, self._pdl)
+        if (
+            not self._is_warm
+        ):  # no row of the warm-up is constrained, and the first that is must not wait for a compiler
+            masked_rows(logits, torch.zeros_like(positions[:1]), logits.new_zeros(1, -(-logits.shape[1] // 32)).int())
         return self._to_host(rows, slots, token_ids, logits, staging)
 
     def _to_host(
         self, rows: list[Row], slots: list[int], token_ids: torch.Tensor, logits: torch.Tensor, staging: _Staging
     ) -> _Sampled:
         """Start the copy of sampled tokens; redo the rows that the graph could not sample by itself."""
+        held = self._grammar_rows.rows(slots)
+        eager = self._parameters.eager_rows(slots)
+        errors: dict[int, Fault] = {}
+        if held:
+            errors = self._grammar_rows.catch_up([slots[row] for row in held])
+            done_eagerly = set(eager)
+            self._redraw(rows, [row for row in held if row not in done_eagerly], token_ids, logits)
+            self._grammar_rows.sampled(slots, token_ids)
         host = staging.take_sampled(len(rows))
         host.copy_(token_ids, non_blocking=True)
-        eager = sorted({*self._parameters.eager_rows(slots), *self._grammar_rows.rows(slots)})
         if not eager:
-            return _Sampled(host)
+            return _Sampled(host, errors=errors)
         mine = [rows[row] for row in eager]
         my_slots = [row.slot for row in mine]
         positions = [row.start + row.num_tokens for row in mine]
         index = to_device(eager, torch.int64, self._device)
-        errors = self._grammar_rows.catch_up(my_slots)
         masks = self._grammar_rows.masks(my_slots)
         batch = self._sampler.sample(logits[index].float(), my_slots, positions, masks)
         where = to_device([my_slots, positions], torch.int64, self._device)
         self._state.append_sampled(where[0], where[1], batch.token_ids)
         self._grammar_rows.sampled(my_slots, batch.token_ids)
         return _Sampled(host, {row: order for order, row in enumerate(eager)}, batch, errors)
+
+    def _redraw(self, rows: list[Row], held: list[int], token_ids: torch.Tensor, logits: torch.Tensor) -> None:
+        """Sample the rows `held` again, as far as their grammars constrain them, into `token_ids` and their slots."""
+        masks = self._grammar_rows.masks([rows[row].slot for row in held])
+        if masks is None:
+            return
+        mine = [held[place] for place in masks.rows]
+        index = to_device(mine, torch.int64, self._device)
+        slots = to_device([rows[row].slot for row in mine], torch.int32, self._device)
+        positions = to_device([rows[row].start + rows[row].num_tokens for row in mine], torch.int64, self._device)
+        allowed = masked_rows(logits, index, send(torch.from_numpy(masks.words), self._device))
+        drawn = sample_rows(allowed, slots, positions, self._parameters.sampling, self._state.token_ids, self._pdl)
+        token_ids.index_copy_(0, index, drawn)
 
     # ---- finishing ------------------------------------------------------------------------------------------------
 
@@ -375,6 +399,9 @@ class CudaModelRunner:
                     )
                 elif token_id < 0:
                     found[row.slot] = RowResult(row.slot, [], error=NAN_LOGITS)
+                elif row.slot in sampled.errors:
+                    fault = sampled.errors[row.slot]
+                    found[row.slot] = RowResult(row.slot, [], error=fault.error, error_code=fault.code)
                 else:
                     found[row.slot] = RowResult(row.slot, [token_id], prompt_logprobs=prompts.get(row.slot, []))
         return StepResult(

@@ -18,19 +18,11 @@ import torch
 
 from tokenspeed.attention.interface import AttentionBatch
 from tokenspeed.cache.spec import GroupSpec
+from tokenspeed.kernels.upload import to_device
 from tokenspeed.protocol.step import Admission, Row
 
 ALL_TOKENS = 2**30
 """The window of a group whose queries see everything."""
-
-
-def to_device(
-    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Numbers as a tensor on the device. To a GPU they travel through pinned memory, so that nobody waits for it."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 class DeviceState:

@@ -1,7 +1,8 @@
 """Constrained rows on a GPU: masks are made on the host while the step's forward runs on the device.
 
 A grammar must know the token of the step before. That token is sampled on the device; its copy to the host is awaited
-only here, after the next forward has been launched, so the device keeps working meanwhile.
+only here, after the next forward has been launched, so the device keeps working meanwhile. The rows are then sampled
+again, behind the forward, from masked logits.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from tokenspeed.kernels.triton.sampling import SlotSampling
+from tokenspeed.kernels.upload import to_device
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission
-from tokenspeed.runner.device_state import to_device
 
 
 class SlotParameters:

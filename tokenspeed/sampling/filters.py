@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenspeed.kernels.upload import to_device
 from tokenspeed.sampling.chunks import row_chunks
 
 WEIGHT_BITS = 44
@@ -68,7 +69,7 @@ def _draw_rows(logits: Tensor, params: DrawParams) -> Tensor:
     if k_rows:
         _keep_top_k(logits, weights, k_rows, [params.top_k[row] for row in k_rows])
     if any(params.min_p):
-        floor = torch.tensor([[p] for p in params.min_p], dtype=torch.float64, device=logits.device) * 2.0**WEIGHT_BITS
+        floor = to_device([[p] for p in params.min_p], torch.float64, logits.device) * 2.0**WEIGHT_BITS
         # A whole number is below `floor` when it is below the next whole number: no pass in double is needed.
         weights.masked_fill_(weights < floor.ceil().long(), 0)
     p_rows = [row for row, p in enumerate(params.top_p) if p < 1.0]
@@ -76,7 +77,7 @@ def _draw_rows(logits: Tensor, params: DrawParams) -> Tensor:
         _keep_top_p(weights, p_rows, [params.top_p[row] for row in p_rows])
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
-    target = (torch.tensor(params.uniform, dtype=torch.float64, device=logits.device)[:, None] * total).long()
+    target = (to_device(params.uniform, torch.float64, logits.device)[:, None] * total).long()
     # Rounding in double may reach the total itself, which no token's interval contains.
     target = torch.minimum(target, total - 1)
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp_(max=vocab_size - 1)
@@ -84,7 +85,7 @@ def _draw_rows(logits: Tensor, params: DrawParams) -> Tensor:
 
 def _weights(logits: Tensor, temperature: list[float]) -> Tensor:
     scaled = logits - logits.amax(-1, keepdim=True)
-    scaled /= torch.tensor([[value] for value in temperature], dtype=torch.float32, device=logits.device)
+    scaled /= to_device([[value] for value in temperature], torch.float32, logits.device)
     return scaled.exp_().mul_(2.0**WEIGHT_BITS).to(torch.int64)
 
 
@@ -103,7 +104,7 @@ def _keep_top_p(weights: Tensor, rows: list[int], top_p: list[float]) -> None:
     """Zero the weights outside each row's nucleus: the fewest best tokens whose weights reach top_p of all."""
     index = _row_index(rows, weights)
     chosen = _select(weights, index)
-    share = torch.tensor(top_p, dtype=torch.float64, device=weights.device)
+    share = to_device(top_p, torch.float64, weights.device)
     total = chosen.sum(-1)
     need = torch.minimum((share * total).ceil().long().clamp_(min=1), total)
     least = nucleus_host(chosen, need) if weights.device.type == "cpu" else nucleus_device(chosen, need)
@@ -123,7 +124,7 @@ def kth_host(values: Tensor, ks: list[int]) -> Tensor:
 
 def kth_device(values: Tensor, ks: list[int]) -> Tensor:
     """The same on a GPU."""
-    return values.topk(max(ks), dim=-1).values.gather(-1, torch.tensor([[k - 1] for k in ks], device=values.device))
+    return values.topk(max(ks), dim=-1).values.gather(-1, to_device([[k - 1] for k in ks], torch.int64, values.device))
 
 
 def nucleus_host(weights: Tensor, need: Tensor) -> Tensor:
@@ -157,7 +158,7 @@ def nucleus_device(weights: Tensor, need: Tensor) -> Tensor:
 
 def _row_index(rows: list[int], like: Tensor) -> Tensor | None:
     """Rows as an index tensor, or None when they are all rows, which needs no copy."""
-    return None if len(rows) == like.shape[0] else torch.tensor(rows, device=like.device)
+    return None if len(rows) == like.shape[0] else to_device(rows, torch.int64, like.device)
 
 
 def _select(values: Tensor, index: Tensor | None) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokenspeed.kernels.upload import send
+
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
@@ -24,7 +26,15 @@ class TokenMasks:
 
     def apply(self, logits: Tensor) -> None:
         """Set what is not allowed to -inf in `logits` [N, V] float32, in place."""
-        bits = np.unpackbits(self.words.view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[-1]]
-        forbidden = torch.from_numpy(bits == 0).to(logits.device)
+        forbidden = self._forbidden(logits.shape[-1], logits.device)
         for place, row in enumerate(self.rows):
             logits[row].masked_fill_(forbidden[place], -torch.inf)
+
+    def _forbidden(self, vocab_size: int, device: torch.device) -> Tensor:
+        """[len(rows), V] bool. A GPU takes the bits apart itself: 32 times less to copy, and nobody waits."""
+        if device.type == "cpu":
+            bits = np.unpackbits(self.words.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
+            return torch.from_numpy(bits == 0)
+        words = send(torch.from_numpy(self.words), device)
+        places = torch.arange(32, dtype=torch.int32, device=device)
+        return (((words[:, :, None] >> places) & 1) == 0).flatten(1)[:, :vocab_size]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tokenspeed.kernels.upload import to_device
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.sampling.chunks import row_chunks
 
@@ -55,14 +56,14 @@ class PenaltyCounts:
             self._grow()
         row = self._row_of[slot] = self._free.pop()
         vocab_size = self._output.shape[-1]
-        output = torch.tensor(output_ids, dtype=torch.int64, device=self._device)
+        output = to_device(output_ids, torch.int64, self._device)
         self._output[row] = torch.bincount(output, minlength=vocab_size)
         self._in_prompt[row] = False
-        self._in_prompt[row, torch.tensor(prompt_ids, dtype=torch.int64, device=self._device)] = True
+        self._in_prompt[row, to_device(prompt_ids, torch.int64, self._device)] = True
 
     def apply(self, logits: Tensor, rows: list[int], slots: list[int], params: list[SamplingParams]) -> None:
         """Change `logits` [N, V] in place at `rows`, which belong to `slots` (admitted here)."""
-        index = torch.tensor(rows, device=self._device)
+        index = to_device(rows, torch.int64, self._device)
         pool = self._pool_rows(slots)
         for part in row_chunks(len(rows), logits.shape[-1], self._device):
             logits[index[part]] = self._penalised(logits[index[part]], pool[part], params[part])
@@ -86,10 +87,10 @@ class PenaltyCounts:
         self._output.index_put_((self._pool_rows(slots), token_ids), ones, accumulate=True)
 
     def _pool_rows(self, slots: list[int]) -> Tensor:
-        return torch.tensor([self._row_of[slot] for slot in slots], device=self._device)
+        return to_device([self._row_of[slot] for slot in slots], torch.int64, self._device)
 
     def _column(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+        return to_device(values, torch.float32, self._device)[:, None]
 
     def _grow(self) -> None:
         have = self.num_rows

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tokenspeed.kernels.upload import to_device
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, TokenLogprobs
 from tokenspeed.sampling.filters import MAX_VOCAB, DrawParams, draw
@@ -116,9 +117,9 @@ class Sampler:
             prompt_len=admission.prompt_len,
             is_greedy=sampling.is_greedy,
             has_penalties=penalised,
-            bias_ids=torch.tensor(list(bias), device=self._device) if bias else None,
-            bias=torch.tensor(list(bias.values()), dtype=torch.float32, device=self._device) if bias else None,
-            banned=torch.tensor(banned, device=self._device) if banned else None,
+            bias_ids=to_device(list(bias), torch.int64, self._device) if bias else None,
+            bias=to_device(list(bias.values()), torch.float32, self._device) if bias else None,
+            banned=to_device(banned, torch.int64, self._device) if banned else None,
         )
         if penalised:
             tokens, prompt_len = admission.token_ids, admission.prompt_len
@@ -150,12 +151,12 @@ class Sampler:
             if len(random) == len(states):
                 token_ids = draw(work, params)
             else:
-                index = torch.tensor(random, device=self._device)
+                index = to_device(random, torch.int64, self._device)
                 token_ids[index] = draw(work[index], params)
         token_ids.masked_fill_(failed, 0)
         counted = [row for row, state in enumerate(states) if state.has_penalties]
         if counted:
-            index = torch.tensor(counted, device=self._device)
+            index = to_device(counted, torch.int64, self._device)
             self._counts.count([slots[row] for row in counted], token_ids[index])
         asked = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
         return SampledBatch(token_ids, failed, self._logprobs(logits, token_ids, asked, states), tuple(asked))
@@ -208,7 +209,7 @@ class Sampler:
         ks = [states[row].sampling.logprobs or 0 for row in rows]
         if len(rows) == len(states):
             return gather_logprobs(logits, token_ids, ks)
-        index = torch.tensor(rows, device=self._device)
+        index = to_device(rows, torch.int64, self._device)
         return gather_logprobs(logits[index], token_ids[index], ks)
 
 

@@ -193,7 +193,36 @@ def _choose_kernel(
     tl.store(token_ids_ptr + slot * token_ids_stride + position, tl.where(failed, 0, index).to(tl.int64))
 
 
+@triton.jit
+def _masked_kernel(logits_ptr, rows_ptr, masks_ptr, out_ptr, V: tl.constexpr, CHUNK: tl.constexpr):
+    """One chunk of row rows[i] of the logits, copied to row i, with -inf for what bit v % 32 of word v // 32 forbids.
+    NaN stays, wherever it is: such a row has failed."""
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + place)
+    cols = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = cols < V
+    x = tl.load(logits_ptr + row * V + cols, mask=inside, other=0.0).to(tl.float32)
+    words = tl.load(masks_ptr + place * ((V + 31) // 32) + cols // 32, mask=inside, other=0)
+    keep = (((words >> (cols % 32)) & 1) != 0) | (x != x)
+    tl.store(out_ptr + place * V + cols, tl.where(keep, x, float("-inf")), mask=inside)
+
+
 CHUNK = 4096
+
+
+def masked_rows(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """Some rows of the logits with -inf wherever a mask forbids a token.
+
+    Args:
+        logits: [R, V] float32 or bfloat16, contiguous.
+        rows: [n] int64. masks: [n, ceil(V / 32)] int32, bit v % 32 of word v // 32 allows token v.
+    Returns:
+        [n, V] in the dtype of `logits`.
+    """
+    vocab = logits.shape[1]
+    out = logits.new_empty(len(rows), vocab)
+    _masked_kernel[(len(rows), triton.cdiv(vocab, CHUNK))](logits, rows, masks, out, V=vocab, CHUNK=CHUNK, num_warps=8)
+    return out
 
 
 def sample_rows(
