@@ -1,9 +1,11 @@
 """Do constrained requests slow their neighbours? Free streams alone, beside more free ones, beside constrained ones.
 
-    python benchmarks/constrained.py --base-url http://127.0.0.1:8000 [--free 16] [--others 8] [--output-len 200]
+    python benchmarks/constrained.py --base-url http://127.0.0.1:8000 [--free 16] [--others 8] [--output-len 400]
 
 Against a running server. Three rounds, each with the same `--free` streams (random token ids, greedy, no end): alone,
-with `--others` more like them, and with as many that must follow a JSON schema. The first two say what company costs;
+with `--others` more like them, and with as many that must follow a JSON schema. The others are long
+(`--others-output-len`), so that as a rule none begins anew while the measured ones run: prompts would cost their
+neighbours more than the grammar. The first two say what company costs;
 the third what the grammar adds. A round is measured once every stream beside has given a token, and fails when they
 give none meanwhile. Interleaved `--repeats` times, medians, ends in one JSON line.
 """
@@ -42,7 +44,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--free", type=int, default=16, help="measured streams of free text")
     parser.add_argument("--others", type=int, default=8, help="streams beside them")
     parser.add_argument("--input-len", type=int, default=128)
-    parser.add_argument("--output-len", type=int, default=200)
+    parser.add_argument("--output-len", type=int, default=400)
+    parser.add_argument("--others-output-len", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -105,7 +108,7 @@ class Load:
             company.num_chunks += 1
 
         while True:
-            await self._read(self._body(self._args.output_len, **fields), arrived)
+            await self._read(self._body(self._args.others_output_len, **fields), arrived)
 
     async def round(self, others: dict[str, Any] | None) -> tuple[float, float]:
         """Tokens a second of the measured streams, and chunks a second of those beside them meanwhile.
