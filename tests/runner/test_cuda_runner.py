@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +25,10 @@ from tokenspeed.kernels.triton.sampling import SlotSampling
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import RowResult, StepPlan, StepResult
-from tokenspeed.runner import cuda_runner, grammar_rows, slot_graphs
+from tokenspeed.runner import cuda_runner, grammar_rows, launched_step, slot_graphs
 from tokenspeed.runner.cuda_runner import CudaModelRunner, GraphPlan
 from tokenspeed.runner.decode_graphs import DecodeGraphs
+from tokenspeed.runner.interface import Pending
 from tokenspeed.runner.kv_pool import allocate
 from tokenspeed.runner.loaded import LoadedModel
 from tokenspeed.runner.model_runner import Limits
@@ -131,6 +131,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
     if ON_GPU:
         return recording
     monkeypatch.setattr(cuda_runner, "torch", UnpinnedTorch())
+    monkeypatch.setattr(launched_step, "torch", UnpinnedTorch())
     monkeypatch.setattr(grammar_rows, "torch", UnpinnedTorch())
     monkeypatch.setattr(cuda_runner, "masked_rows", masked_rows)
     monkeypatch.setattr(cuda_runner, "has_pdl", lambda device: False)
@@ -154,8 +155,8 @@ def run(
     config: ModelConfig = LLAMA,
     grammars: Any = None,
 ) -> tuple[list[list[RowResult]], list[str]]:
-    """Results of plans, as rows, and the runner's report. Two are in flight, no more: the face promises that, and the
-    runner's pinned buffers count on it (14 at once gave another step's tokens, now and then)."""
+    """Results of plans, as rows, and the runner's report. All are queued at once: a plan for which there is no pinned
+    buffer waits (without that, another step's tokens came now and then)."""
     need = Need(DEVICE, torch.float32)
     ops = select_ops(need)[0] if ON_GPU else replace(select_ops(need, only="reference")[0], recorder=recording)
     backend = PagedAttentionBackend(ops)
@@ -168,12 +169,8 @@ def run(
     runner = CudaModelRunner(loaded, groups, Limits(SLOTS, LENGTH, config.vocab_size), graphs, grammars)
     try:
         runner.capture()
-        futures: list[Future[StepResult]] = []
-        for plan in plans:
-            if len(futures) > 1:
-                futures[-2].result(60)
-            futures.append(runner.execute(plan))
-        return [future.result(60).rows for future in futures], report
+        queued: list[Pending[StepResult]] = [runner.execute(plan) for plan in plans]
+        return [pending.result().rows for pending in queued], report
     finally:
         runner.close()
 

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import time
-from concurrent.futures import Future
 from typing import Protocol
 
 from tokenspeed.engine.channel import EngineEnd
@@ -34,7 +33,7 @@ from tokenspeed.protocol.messages import (
     ToEngine,
 )
 from tokenspeed.protocol.step import StepPlan, StepResult
-from tokenspeed.runner.interface import Runner
+from tokenspeed.runner.interface import Pending, Runner
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +117,7 @@ class EngineCore:
 
     def _run_overlapped(self) -> None:
         """The device has step N+1 queued before the host looks at the tokens of N, so it never waits for the host."""
-        running: tuple[StepPlan, Future[StepResult]] | None = None
+        running: tuple[StepPlan, Pending[StepResult]] | None = None
         idle = True
         while not self._stopping:
             self._take_messages(idle)
@@ -138,12 +137,12 @@ class EngineCore:
                 self._finish_step(*step)
             idle = step is None
 
-    def _start_step(self) -> tuple[StepPlan, Future[StepResult]] | None:
+    def _start_step(self) -> tuple[StepPlan, Pending[StepResult]] | None:
         plan = None if self._stopping else self._scheduler.plan()
         return None if plan is None else (plan, self._runner.execute(plan))
 
-    def _finish_step(self, plan: StepPlan, future: Future[StepResult]) -> None:
-        self._send_outputs(self._scheduler.apply(future.result()))
+    def _finish_step(self, plan: StepPlan, pending: Pending[StepResult]) -> None:
+        self._send_outputs(self._scheduler.apply(pending.result()))
         now_s = time.monotonic()
         if now_s - self._stats_sent_s >= STATS_INTERVAL_S:
             self._send_stats(now_s)

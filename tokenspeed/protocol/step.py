@@ -90,6 +90,12 @@ class StepPlan:
     rows: list[Row]
     num_tokens: int
 
+    @property
+    def num_decodes(self) -> int:
+        """How many decode rows there are; as a rule all."""
+        rows = self.rows
+        return len(rows) if rows and rows[-1].is_decode else sum(row.is_decode for row in rows)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -1,19 +1,21 @@
-"""The runner on a GPU: launches plans in order, never waits for the device, hands results over when they come.
+"""The runner on a GPU: launches plans in order and does not wait for the device; whoever asks for a result does.
 
-Two threads. The launching one turns a plan into copies and kernels on one stream; everything a step needs is either on
-the device already or travels through pinned memory. The finishing one waits for a step's event, then completes its
-future. So plan N+1 is launched while step N runs, and the token that N samples never visits the host in between.
+No thread of its own: a plan is launched on the caller's, copies and kernels on one stream. Everything a step needs is
+either on the device already or travels through pinned memory. So plan N+1 is launched while step N runs, and the token
+that N samples never visits the host in between. A thread for launching and one for results would each have to be woken
+every step, on a core whose caches have forgotten them, and all of them share one interpreter anyway.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
+import contextlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.grammar.compiler import GrammarCompiler
@@ -22,11 +24,13 @@ from tokenspeed.kernels.triton.sampling import masked_rows, sample_rows
 from tokenspeed.kernels.upload import send, to_device
 from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.messages import ProfileOptions
-from tokenspeed.protocol.step import Row, RowResult, StepPlan, StepResult
+from tokenspeed.protocol.step import Row, StepPlan, StepResult
 from tokenspeed.runner.constraints import Constraints, Fault
 from tokenspeed.runner.decode_graphs import DecodeGraphs
 from tokenspeed.runner.device_state import DeviceState
 from tokenspeed.runner.grammar_rows import GrammarRows
+from tokenspeed.runner.interface import Pending
+from tokenspeed.runner.launched_step import LaunchedStep, Sampled
 from tokenspeed.runner.loaded import LoadedModel
 from tokenspeed.runner.memory import PREFILL_GRAPH_REQUESTS
 from tokenspeed.runner.model_runner import Limits
@@ -34,35 +38,9 @@ from tokenspeed.runner.prefill_graphs import PrefillGraphs
 from tokenspeed.runner.profiler import StepProfiler
 from tokenspeed.runner.prompt_logprobs import PendingPrompt, PromptLogprobs
 from tokenspeed.runner.slot_sampling import SlotParameters
-from tokenspeed.sampling.sampler import NAN_LOGITS, SampledBatch, Sampler
+from tokenspeed.sampling.sampler import Sampler
 
-NUM_STAGING = 4  # steps whose pinned buffers may be in use: two in flight, one being read, one being filled
-
-
-@dataclass(slots=True)
-class _Sampled:
-    """Tokens of some rows on their way to the host.
-
-    Fields:
-        token_ids: pinned [n] int32, by the sampling kernels.
-        eager: of the rows that the eager sampler did instead: row -> row of `eager_batch`.
-        errors: why a slot's sequence cannot go on, as its grammar sees it.
-    """
-
-    token_ids: torch.Tensor
-    eager: dict[int, int] = field(default_factory=dict)
-    eager_batch: SampledBatch | None = None
-    errors: dict[int, Fault] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Launched:
-    """A step on the device: everything needed to build its result once `done` has passed."""
-
-    plan: StepPlan
-    done: torch.cuda.Event
-    parts: list[tuple[list[Row], _Sampled]]
-    prompts: dict[int, PendingPrompt]
+NUM_STAGING = 2  # steps that may be in flight
 
 
 def _nothing() -> None:
@@ -80,19 +58,40 @@ class _Staging:
 
     Fields:
         rows: input of a decode graph. prompts: input of a prompt graph. sampled: where sampled tokens arrive.
-        num_sampled: how much of it this step has taken.
+        done: behind the step that has the buffers.
+        step: that step, whose result must be taken before another has them.
+        num_sampled: how much of `sampled` it has taken.
+        decode_inputs: `rows` as each graph takes it, on both sides.
     """
 
     rows: torch.Tensor
     prompts: torch.Tensor
     sampled: torch.Tensor
+    done: torch.cuda.Event
+    step: LaunchedStep | None = None
     num_sampled: int = 0
+    decode_inputs: dict[int, tuple[torch.Tensor, NDArray[np.int32]]] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Another step takes the buffers; waits if need be."""
+        if self.step is not None:
+            self.step.result()
+            self.step = None
+        self.num_sampled = 0
 
     def take_sampled(self, count: int) -> torch.Tensor:
         """Room for `count` sampled tokens, [count] int32."""
         start = self.num_sampled
         self.num_sampled += count
         return self.sampled[start : self.num_sampled]
+
+    def decode_input(self, size: int) -> tuple[torch.Tensor, NDArray[np.int32]]:
+        """Room for the input of a decode graph, [2, size] int32, as a tensor and for numpy."""
+        known = self.decode_inputs.get(size)
+        if known is None:
+            host = self.rows[: 2 * size].view(2, size)
+            known = self.decode_inputs[size] = (host, host.numpy())
+        return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,26 +152,34 @@ class CudaModelRunner:
             if graphs.prefill_sizes:
                 self._prefill = PrefillGraphs(*parts, limits.max_num_seqs, self._pdl)
         self._staging = [
-            _Staging(_pinned(2 * num_slots), _pinned(4 * PREFILL_GRAPH_REQUESTS), _pinned(num_slots))
+            _Staging(
+                _pinned(2 * num_slots),
+                _pinned(4 * PREFILL_GRAPH_REQUESTS),
+                _pinned(num_slots),
+                torch.cuda.Event(),  # type: ignore[no-untyped-call]
+            )
             for _ in range(NUM_STAGING)
         ]
         self._stream = torch.cuda.Stream(ops.device)  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.default_stream(ops.device)
+        self._side.synchronize()  # what is above, and the weights, were written there
         self._profiler = StepProfiler(has_gpu=True)
-        self._launcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner-launch")
-        self._in_flight: queue.SimpleQueue[tuple[_Launched, Future[StepResult]] | None] = queue.SimpleQueue()
-        self._finisher = threading.Thread(target=self._finish_all, name="runner-finish", daemon=True)
-        self._finisher.start()
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
-        future: Future[StepResult] = Future()
-        self._launcher.submit(self._launch_into, plan, future)
-        return future
+    def execute(self, plan: StepPlan) -> Pending[StepResult]:
+        staging = self._staging[plan.step_id % NUM_STAGING]
+        try:
+            staging.begin()
+            with self._profiler.step(plan.step_id), torch.inference_mode(), torch.cuda.stream(self._stream):
+                staging.step = self._launch(plan, staging)
+        except Exception as error:  # the whole step failed: who asks for its result must know, whatever it was
+            return _failed(error)
+        return staging.step
 
-    def start_profile(self, options: ProfileOptions) -> Future[str]:
-        return self._launcher.submit(self._profiler.start, options)
+    def start_profile(self, options: ProfileOptions) -> Pending[str]:
+        return _finished(lambda: self._profiler.start(options))
 
-    def stop_profile(self) -> Future[str]:
-        return self._launcher.submit(self._profiler.stop)
+    def stop_profile(self) -> Pending[str]:
+        return _finished(self._profiler.stop)
 
     def capture(self) -> None:
         with startup_phase("graph.capture"):
@@ -200,35 +207,21 @@ class CudaModelRunner:
             )
 
     def on_device(self, work: Callable[[], None]) -> None:
-        """Run on the launching thread and stream, and wait for the device (start-up and benchmarks)."""
-
-        def run() -> None:
-            with torch.inference_mode(), torch.cuda.stream(self._stream):
-                work()
-            self._stream.synchronize()
-
-        self._launcher.submit(run).result()
+        """Run on the launching stream, and wait for the device (start-up and benchmarks)."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            work()
+        self._stream.synchronize()
 
     def close(self) -> None:
-        self._launcher.submit(self._profiler.close)
-        self._launcher.shutdown(wait=True)
-        self._in_flight.put(None)
-        self._finisher.join()
+        self._profiler.close()
+        with contextlib.suppress(RuntimeError):  # a device that has failed: its steps have said so
+            self._stream.synchronize()
         if self.grammars is not None:
             self.grammars.close()
 
     # ---- launching ------------------------------------------------------------------------------------------------
 
-    def _launch_into(self, plan: StepPlan, future: Future[StepResult]) -> None:
-        try:
-            with self._profiler.step(plan.step_id), torch.inference_mode(), torch.cuda.stream(self._stream):
-                launched = self._launch(plan)
-        except BaseException as error:  # the whole step failed: the engine must know, whatever it was
-            future.set_exception(error)
-            return
-        self._in_flight.put((launched, future))
-
-    def _launch(self, plan: StepPlan) -> _Launched:
+    def _launch(self, plan: StepPlan, staging: _Staging) -> LaunchedStep:
         for admission in plan.admissions:
             self._state.admit(admission)
             self._sampler.admit(admission)
@@ -236,12 +229,10 @@ class CudaModelRunner:
             self._prompts.admit(admission)
             self._grammar_rows.admit(admission)
         self._state.grow(plan.rows)
-        num_decodes = sum(row.is_decode for row in plan.rows)
+        num_decodes = plan.num_decodes
         decodes, others = plan.rows[:num_decodes], plan.rows[num_decodes:]
-        parts: list[tuple[list[Row], _Sampled]] = []
+        parts: list[tuple[list[Row], Sampled]] = []
         prompts: dict[int, PendingPrompt] = {}
-        staging = self._staging[plan.step_id % NUM_STAGING]
-        staging.num_sampled = 0
         size = self._graphs.size_for(num_decodes) if self._graphs is not None else None
         if size is None:
             others = plan.rows
@@ -256,17 +247,15 @@ class CudaModelRunner:
                 logits = self._eager(others, prompts)
                 if sampling:
                     parts.append((sampling, self._sample(sampling, logits, staging)))
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(self._stream)
-        return _Launched(plan, done, parts, prompts)
+        staging.done.record(self._stream)
+        return LaunchedStep(plan, staging.done, parts, prompts, self._side)
 
-    def _replay(self, rows: list[Row], size: int, staging: _Staging) -> _Sampled:
+    def _replay(self, rows: list[Row], size: int, staging: _Staging) -> Sampled:
         assert self._graphs is not None
         decode = self._graphs.graph(size)
         slots = [row.slot for row in rows]
         pad = size - len(rows)
-        host = staging.rows[: 2 * size].view(2, size)
-        numbers = host.numpy()
+        host, numbers = staging.decode_input(size)
         numbers[0] = slots + [self._graphs.scratch_slot] * pad
         numbers[1] = [row.start for row in rows] + [0] * pad
         decode.rows.copy_(host, non_blocking=True)
@@ -279,7 +268,7 @@ class CudaModelRunner:
             return None
         return self._prefill.size_for(rows)
 
-    def _replay_prefill(self, rows: list[Row], sampling: list[Row], size: int, staging: _Staging) -> _Sampled:
+    def _replay_prefill(self, rows: list[Row], sampling: list[Row], size: int, staging: _Staging) -> Sampled:
         assert self._prefill is not None
         prefill = self._prefill.graph(size)
         host = staging.prompts[: prefill.rows.numel()].view(prefill.rows.shape)
@@ -310,7 +299,7 @@ class CudaModelRunner:
             end += row.num_tokens
         return self._model.logits(hidden[wanted])
 
-    def _sample(self, rows: list[Row], logits: torch.Tensor, staging: _Staging) -> _Sampled:
+    def _sample(self, rows: list[Row], logits: torch.Tensor, staging: _Staging) -> Sampled:
         slots = [row.slot for row in rows]
         positions = to_device([row.start + row.num_tokens for row in rows], torch.int64, self._device)
         where = to_device(slots, torch.int32, self._device)
@@ -323,7 +312,7 @@ class CudaModelRunner:
 
     def _to_host(
         self, rows: list[Row], slots: list[int], token_ids: torch.Tensor, logits: torch.Tensor, staging: _Staging
-    ) -> _Sampled:
+    ) -> Sampled:
         """Start the copy of sampled tokens; redo the rows that the graph could not sample by itself."""
         held = self._grammar_rows.rows(slots)
         eager = self._parameters.eager_rows(slots)
@@ -336,7 +325,7 @@ class CudaModelRunner:
         host = staging.take_sampled(len(rows))
         host.copy_(token_ids, non_blocking=True)
         if not eager:
-            return _Sampled(host, errors=errors)
+            return Sampled(host, errors=errors)
         mine = [rows[row] for row in eager]
         my_slots = [row.slot for row in mine]
         positions = [row.start + row.num_tokens for row in mine]
@@ -346,7 +335,7 @@ class CudaModelRunner:
         where = to_device([my_slots, positions], torch.int64, self._device)
         self._state.append_sampled(where[0], where[1], batch.token_ids)
         self._grammar_rows.sampled(my_slots, batch.token_ids)
-        return _Sampled(host, {row: order for order, row in enumerate(eager)}, batch, errors)
+        return Sampled(host, {row: order for order, row in enumerate(eager)}, batch, errors)
 
     def _redraw(self, rows: list[Row], held: list[int], token_ids: torch.Tensor, logits: torch.Tensor) -> None:
         """Sample the rows `held` again, as far as their grammars constrain them, into `token_ids` and their slots."""
@@ -361,53 +350,18 @@ class CudaModelRunner:
         drawn = sample_rows(allowed, slots, positions, self._parameters.sampling, self._state.token_ids, self._pdl)
         token_ids.index_copy_(0, index, drawn)
 
-    # ---- finishing ------------------------------------------------------------------------------------------------
 
-    def _finish_all(self) -> None:
-        while (item := self._in_flight.get()) is not None:
-            launched, future = item
-            try:
-                launched.done.synchronize()
-                with torch.inference_mode(), torch.cuda.stream(self._finish_stream()):
-                    result = self._result(launched)
-            except BaseException as error:  # as above: never leave a future without an end
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+def _finished(work: Callable[[], str]) -> Future[str]:
+    """Done now; what it raises is kept for who asks."""
+    future: Future[str] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
-    def _finish_stream(self) -> torch.cuda.Stream:
-        """Conversions of finished results wait for nothing that was launched since."""
-        return torch.cuda.default_stream(self._device)
 
-    def _result(self, launched: _Launched) -> StepResult:
-        found: dict[int, RowResult] = {}
-        prompts = {slot: pending.finish() for slot, pending in launched.prompts.items()}
-        for rows, sampled in launched.parts:
-            eager = sampled.eager_batch.finish() if sampled.eager_batch is not None else []
-            for index, (row, token_id) in enumerate(zip(rows, sampled.token_ids.tolist(), strict=True)):
-                order = sampled.eager.get(index)
-                if order is not None:
-                    outcome = eager[order]
-                    fault = Fault(outcome.error) if outcome.error else sampled.errors.get(row.slot)
-                    found[row.slot] = RowResult(
-                        slot=row.slot,
-                        token_ids=[] if fault else [outcome.token_id],
-                        logprobs=[outcome.logprobs] if outcome.logprobs and not fault else [],
-                        prompt_logprobs=prompts.get(row.slot, []),
-                        error=fault.error if fault else None,
-                        error_code=fault.code if fault else None,
-                    )
-                elif token_id < 0:
-                    found[row.slot] = RowResult(row.slot, [], error=NAN_LOGITS)
-                elif row.slot in sampled.errors:
-                    fault = sampled.errors[row.slot]
-                    found[row.slot] = RowResult(row.slot, [], error=fault.error, error_code=fault.code)
-                else:
-                    found[row.slot] = RowResult(row.slot, [token_id], prompt_logprobs=prompts.get(row.slot, []))
-        return StepResult(
-            launched.plan.step_id,
-            [
-                found.get(row.slot) or RowResult(row.slot, [], prompt_logprobs=prompts.get(row.slot, []))
-                for row in launched.plan.rows
-            ],
-        )
+def _failed(error: Exception) -> Future[StepResult]:
+    future: Future[StepResult] = Future()
+    future.set_exception(error)
+    return future

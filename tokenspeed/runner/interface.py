@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.protocol.messages import ProfileOptions
 from tokenspeed.protocol.step import StepPlan, StepResult
 
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """What a runner has been asked for: a `Future`, or something lighter. One thread asks."""
+
+    def result(self) -> T_co:
+        """Wait for it, asleep or not; raises what went wrong. May be called again."""
+        ...
+
 
 class Runner(Protocol):
-    """Executes plans in order, one at a time, on a thread (or device queue) of its own."""
+    """Executes plans in order, one at a time, on a thread or device queue of its own. Its methods are called by one
+    thread."""
 
     @property
     def groups(self) -> list[GroupSpec]:
@@ -29,27 +39,27 @@ class Runner(Protocol):
         """Compiles what constrained requests must obey, before they are admitted; None: they cannot be served."""
         ...
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
-        """Queue a plan. The future fails only when the whole step failed (the engine is then dead); what concerns one
-        request alone is in its `RowResult.error`. A second plan may be queued before the first has finished, but no
-        third: a runner has buffers for so many."""
+    def execute(self, plan: StepPlan) -> Pending[StepResult]:
+        """Queue a plan. The result fails only when the whole step failed (the engine is then dead); what concerns one
+        request alone is in its `RowResult.error`. A second plan may be queued before the first's result is taken; a
+        third may have to wait for the device: a runner has buffers for so many."""
         ...
 
     def capture(self) -> None:
         """Record step graphs, where the device has them, and warm every path up."""
         ...
 
-    def start_profile(self, options: ProfileOptions) -> Future[str]:
+    def start_profile(self, options: ProfileOptions) -> Pending[str]:
         """Record the steps from the next one on; the result is the file that the trace will be written to.
 
-        The future raises InvalidRequest when that cannot be done.
+        The result raises InvalidRequest when that cannot be done.
         """
         ...
 
-    def stop_profile(self) -> Future[str]:
+    def stop_profile(self) -> Pending[str]:
         """End the profile and write its trace, while further steps wait; the result is the file.
 
-        The future raises InvalidRequest when none was started.
+        The result raises InvalidRequest when none was started.
         """
         ...
 

@@ -1,0 +1,117 @@
+"""What a step launched on a GPU leaves behind, and the result that is made of it when somebody asks.
+
+Whoever asks waits for the step's event on his own thread: no thread is woken in between, and while the event is awaited
+the processor keeps what the next launch needs. Not here: launching (`cuda_runner`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tokenspeed.protocol.step import Row, RowResult, StepPlan, StepResult, TokenLogprobs
+from tokenspeed.runner.constraints import Fault
+from tokenspeed.runner.prompt_logprobs import PendingPrompt
+from tokenspeed.sampling.sampler import NAN_LOGITS, RowSample, SampledBatch
+
+
+@dataclass(slots=True)
+class Sampled:
+    """Tokens of some rows on their way to the host.
+
+    Fields:
+        token_ids: pinned [n] int32, by the sampling kernels.
+        eager: of the rows that the eager sampler did instead: row -> row of `eager_batch`.
+        errors: why a slot's sequence cannot go on, as its grammar sees it.
+    """
+
+    token_ids: torch.Tensor
+    eager: dict[int, int] = field(default_factory=dict)
+    eager_batch: SampledBatch | None = None
+    errors: dict[int, Fault] = field(default_factory=dict)
+
+
+class LaunchedStep:
+    """A step on the device. Satisfies `runner.interface.Pending`.
+
+    Args:
+        done: recorded behind the step.
+        parts: sampling rows in the plan's order, each group with its tokens.
+        prompts: slot -> logprobs of its prompt.
+        side: a stream for conversions, so that they do not wait for what was launched since.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        done: torch.cuda.Event,
+        parts: list[tuple[list[Row], Sampled]],
+        prompts: dict[int, PendingPrompt],
+        side: torch.cuda.Stream,
+    ) -> None:
+        self._plan = plan
+        self._done = done
+        self._parts = parts
+        self._prompts = prompts
+        self._side = side
+        self._result: StepResult | None = None
+
+    def wait(self) -> None:
+        """Wait for the device. Its processor spins: a thread that sleeps comes back late, and to cold caches."""
+        if self._result is None:
+            self._done.synchronize()
+
+    def result(self) -> StepResult:
+        if self._result is None:
+            self.wait()
+            self._result = self._collect()
+            self._parts, self._prompts = [], {}  # tensors that nobody needs any more
+        return self._result
+
+    def _collect(self) -> StepResult:
+        prompts: dict[int, list[TokenLogprobs]] = {}
+        if self._prompts:
+            with torch.inference_mode(), torch.cuda.stream(self._side):
+                prompts = {slot: pending.finish() for slot, pending in self._prompts.items()}
+        plan, results = self._plan, [one for part in self._parts for one in self._rows(*part, prompts)]
+        if len(results) < len(plan.rows):  # rows that sample nothing are in no part
+            found = {one.slot: one for one in results}
+            results = [
+                found.get(row.slot) or RowResult(row.slot, [], prompt_logprobs=prompts.get(row.slot, []))
+                for row in plan.rows
+            ]
+        return StepResult(plan.step_id, results)
+
+    def _rows(self, rows: list[Row], sampled: Sampled, prompts: dict[int, list[TokenLogprobs]]) -> list[RowResult]:
+        """Results of one group of rows."""
+        token_ids = sampled.token_ids.tolist()
+        if not (sampled.eager or sampled.errors or prompts) and min(token_ids, default=0) >= 0:
+            return [RowResult(row.slot, [token_id]) for row, token_id in zip(rows, token_ids, strict=True)]
+        eager = self._eager(sampled)
+        results = []
+        for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True)):
+            drawn = eager[sampled.eager[index]] if index in sampled.eager else _drawn(token_id)
+            fault = Fault(drawn.error) if drawn.error else sampled.errors.get(row.slot)
+            results.append(
+                RowResult(
+                    slot=row.slot,
+                    token_ids=[] if fault else [drawn.token_id],
+                    logprobs=[drawn.logprobs] if drawn.logprobs and not fault else [],
+                    prompt_logprobs=prompts.get(row.slot, []),
+                    error=fault.error if fault else None,
+                    error_code=fault.code if fault else None,
+                )
+            )
+        return results
+
+    def _eager(self, sampled: Sampled) -> list[RowSample]:
+        if sampled.eager_batch is None:
+            return []
+        with torch.inference_mode(), torch.cuda.stream(self._side):
+            return sampled.eager_batch.finish()
+
+
+def _drawn(token_id: int) -> RowSample:
+    """What a sampling kernel says of a row."""
+    return RowSample(0, error=NAN_LOGITS) if token_id < 0 else RowSample(token_id)
