@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -253,6 +254,70 @@ def test_what_a_library_cannot_do_fails_its_own_row_as_the_users_error(where: st
     found = fault(constraints, 1)
     assert found.code == INVALID_GRAMMAR and "too many states" in found.error
     assert constraints.rows([0]) == []
+
+
+class Many:
+    """A compiler and its grammars: slot n may sample the token n; `fail` and `nap_s` are of filling together."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fail, self.nap_s, self.num_together = False, 0.0, 0
+        self.slow: set[int] = set()
+        self._now_s = 0.0
+        for clock in ("perf_counter", "thread_time"):
+            monkeypatch.setattr(constraints_module.time, clock, lambda: self._now_s)
+
+    def compiled(self, grammar: GrammarSpec) -> Any:
+        return SimpleNamespace(matcher=lambda: self.matcher(int(grammar.text)))
+
+    def matcher(self, token_id: int) -> Any:
+        def fill(row: np.ndarray) -> bool:
+            self._now_s += 0.05 if token_id in self.slow else 0.0
+            row[:] = 0
+            row.view("uint32")[token_id // 32] = 1 << token_id % 32
+            return True
+
+        return SimpleNamespace(fill=fill, accept=lambda _: True, is_terminated=token_id == 3, failure=None)
+
+    def fill_all(self, matchers: list[Any], rows: np.ndarray) -> None:
+        if self.fail:
+            raise RuntimeError("one of them")
+        self.num_together = len(matchers)
+        for matcher, row in zip(matchers, rows, strict=True):
+            matcher.fill(row)
+
+
+def test_many_masks_are_filled_together(monkeypatch: pytest.MonkeyPatch):
+    """Whoever is slow is filled, and charged, alone from then on; a failure costs nobody else anything."""
+    many = Many(monkeypatch)
+    constraints = Constraints(many, VOCAB)  # type: ignore[arg-type]
+    slots = list(range(8))
+    for slot in slots:
+        constraints.admit(admission(slot, spec(str(slot), starts_after=(9,) if slot == 5 else None)))
+    constraints.admit(admission(5, GrammarSpec(kind="regex", text="5", starts_after=(9,), withheld=(EOS,))))
+
+    def filled() -> list[set[int]]:
+        words = constraints.fill(slots, slots)
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB]
+        return [set(np.flatnonzero(row).tolist()) for row in bits]
+
+    wanted = [{slot} if slot != 5 else set(range(VOCAB)) - {EOS} for slot in slots]
+    assert filled() == wanted
+    assert many.num_together == 6, "all but the one that is terminated and the one that reasons"
+    many.fail = True
+    assert filled() == wanted
+    many.fail = False
+    many.slow = {6}
+    for _ in range(3):
+        assert filled() == wanted
+    assert many.num_together == 5
+    for _ in range(10):
+        assert filled() == wanted
+    assert constraints.accept(1, 1) is None
+    found = constraints.accept(6, 6)
+    assert found is not None and "ambiguous" in found.error
+    many.slow = set()
+    filled()
+    assert constraints.rows(slots) == [0, 1, 2, 3, 4, 5, 7]
 
 
 def test_a_grammar_that_is_gone_fails_its_row_only():

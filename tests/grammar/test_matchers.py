@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from grammar_support import BYTES, EOS, SPECIAL, allowed, byte_backend, compiled, takes
 
@@ -45,6 +46,20 @@ def test_rollback(library: str):
     assert allowed(matcher) == {ord("b"), ord("c")}
     for token_id in (*b"cd", EOS):
         assert matcher.accept(token_id)
+
+
+@LIBRARIES
+def test_many_masks_at_once_are_those_of_each(library: str):
+    backend = byte_backend(library)
+    grammars = [compiled(backend, "regex", pattern) for pattern in ("ab", "[a-z]+", "[^,]*", "x|yz")]
+    matchers = [grammars[place % 4].matcher() for place in range(11)]
+    for matcher in matchers[1:8:2]:
+        assert matcher.accept(ord("a")) or matcher.accept(ord("x"))
+    rows = np.full((len(matchers), BYTES.num_words), 0x5A5A5A5A, dtype=np.int32)
+    backend.fill_all(matchers, rows)
+    for matcher, row in zip(matchers, rows, strict=True):
+        bits = np.unpackbits(row.view(np.uint8), bitorder="little")[: len(BYTES.tokens)]
+        assert set(np.flatnonzero(bits).tolist()) == allowed(matcher)
 
 
 @LIBRARIES

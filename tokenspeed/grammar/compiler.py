@@ -13,15 +13,17 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import BinaryIO
 from weakref import WeakValueDictionary
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from tokenspeed.grammar.interface import Backend, CompiledGrammar, GrammarError, GrammarOptions, Vocabulary
+from tokenspeed.grammar.interface import Backend, CompiledGrammar, GrammarError, GrammarOptions, Matcher, Vocabulary
 from tokenspeed.grammar.select import KINDS, open_backend
 from tokenspeed.grammar.worker import Answer, Job, Setup, read_frame, write_frame
 from tokenspeed.protocol.grammar import GrammarKind, GrammarSpec
@@ -101,6 +103,11 @@ class GrammarCompiler:
         """What `submit` has made, None when it is not there (any more)."""
         with self._lock:
             return self._alive.get((spec.kind, spec.text))
+
+    def fill_all(self, matchers: Sequence[Matcher], rows: NDArray[np.int32]) -> None:
+        """See `Backend.fill_all`; the matchers are of grammars of this compiler."""
+        assert self._opened is not None, "there are matchers"
+        self._opened[1].fill_all(matchers, rows)
 
     def close(self) -> None:
         """End the workers; what still compiles fails."""

@@ -6,6 +6,7 @@ and followed by one matcher a sequence. Nothing here knows of requests, steps or
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -118,5 +119,14 @@ class Backend(Protocol):
 
         Raises:
             GrammarError: as above.
+        """
+        ...
+
+    def fill_all(self, matchers: Sequence[Matcher], rows: NDArray[np.int32]) -> None:
+        """`Matcher.fill` of matchers of this library that are not terminated, on several cores where it can. Where all
+        tokens may come next, the row says so.
+
+        Args:
+            rows: [len(matchers), num_words].
         """
         ...

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import llguidance
+import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
+from numpy.typing import NDArray
 
-from tokenspeed.grammar.interface import GrammarError, GrammarOptions, MaskRow, Vocabulary
+from tokenspeed.grammar.interface import GrammarError, GrammarOptions, MaskRow, Matcher, Vocabulary
 from tokenspeed.protocol.grammar import GrammarKind
 
 if TYPE_CHECKING:
@@ -52,6 +54,12 @@ class LlguidanceBackend:
         if matcher.is_error():
             raise GrammarError(matcher.get_error().strip().split("\n")[0][:500])
         return LlguidanceCompiled(matcher, self._vocabulary, len(compiled))
+
+    def fill_all(self, matchers: Sequence[Matcher], rows: NDArray[np.int32]) -> None:
+        """See `interface.Backend`. One by one."""
+        for matcher, row in zip(matchers, rows, strict=True):
+            if not matcher.fill(row):
+                row[:] = -1
 
     def _grammar(self, kind: GrammarKind, text: str) -> str:
         match kind:

@@ -7,16 +7,19 @@ is refused before (`json_schema`, `patterns`).
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import xgrammar
+from numpy.typing import NDArray
 
 from tokenspeed.grammar.budget import Budget
-from tokenspeed.grammar.interface import GrammarError, GrammarOptions, MaskRow, Vocabulary
+from tokenspeed.grammar.interface import GrammarError, GrammarOptions, MaskRow, Matcher, Vocabulary
 from tokenspeed.grammar.name_pattern import NamePattern
 from tokenspeed.protocol.grammar import GrammarKind
 
@@ -27,6 +30,9 @@ printing needs a line break and the indentation."""
 QUICK_S = 8.0
 """CPU seconds up to which a compilation is simply done twice. Measured: 48 tools with strings of limited length, 0.4 s
 to compile, were more than 20 s in writing, which takes much memory, too."""
+
+MAX_FILL_THREADS = 8
+"""That fill the masks of a step together."""
 
 _ESCAPED = '"\\' + "".join(map(chr, range(32)))
 """What stands in a JSON string only behind a backslash."""
@@ -56,6 +62,7 @@ class XGrammarBackend:
         self._text_info = _info(vocabulary.text_tokens(), vocabulary)
         self._tag_info: xgrammar.TokenizerInfo | None = None
         self._id_info: xgrammar.TokenizerInfo | None = None
+        self._many: xgrammar.BatchGrammarMatcher | None = None
 
     def compile(self, kind: GrammarKind, text: str) -> bytes:
         """See `interface.Backend.compile`. What was quick to compile is compiled again where it is loaded: written down
@@ -84,6 +91,14 @@ class XGrammarBackend:
         else:
             grammar = self._compile(portable.kind, portable.text)
         return XGrammarCompiled(grammar, self._vocabulary.eos_token_ids)
+
+    def fill_all(self, matchers: Sequence[Matcher], rows: NDArray[np.int32]) -> None:
+        """See `interface.Backend`."""
+        if self._many is None:
+            self._many = xgrammar.BatchGrammarMatcher(max_threads=_num_threads())
+        ours = [matcher._matcher for matcher in matchers if isinstance(matcher, XGrammarMatcher)]
+        assert len(ours) == len(matchers), "matchers of another library"
+        self._many.batch_fill_next_token_bitmask(ours, rows)
 
     def _compile(self, kind: GrammarKind, text: str) -> xgrammar.CompiledGrammar:
         compiler = xgrammar.GrammarCompiler(self._info(kind), max_threads=1, cache_enabled=False)
@@ -168,6 +183,12 @@ class XGrammarMatcher:
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
+
+
+def _num_threads() -> int:
+    """For masks: half of this process's cores, the others have the engine's own threads to run."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MAX_FILL_THREADS, cores // 2))
 
 
 def _info(tokens: list[bytes], vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:

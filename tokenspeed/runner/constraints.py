@@ -27,6 +27,12 @@ CREDIT_S = 0.25
 EARNED_S = 0.003
 """What each token gives back of it."""
 
+MIN_TOGETHER = 4
+"""Masks from which on a step's are filled on several cores."""
+
+SLOW_S = 0.001
+"""A mask of more is filled, and charged, by itself; usual is a tenth."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -100,12 +106,14 @@ class _Slot:
         reasoning: None when there is none, or no more.
         error: why the sequence cannot go on.
         credit_s: CPU seconds left to spend.
+        is_slow: its mask is filled by itself, and the time taken.
     """
 
     matcher: Matcher | None
     reasoning: _Reasoning | None = None
     error: Fault | None = None
     credit_s: float = CREDIT_S
+    is_slow: bool = False
 
     @property
     def is_active(self) -> bool:
@@ -204,16 +212,44 @@ class Constraints:
     def fill(self, slots: Sequence[int], rows: Sequence[int]) -> NDArray[np.int32]:
         """Masks of `slots[row]` for each of `rows` (see `rows`): [len(rows), ceil(V / 32)], a bit a token."""
         words = np.empty((len(rows), self._num_words), dtype=np.int32)
-        for place, row in enumerate(rows):
-            slot = self._slots[slots[row]]
+        mine = [self._slots[slots[row]] for row in rows]
+        together = self._fill_together(mine, words)
+        for place, slot in enumerate(mine):
+            if place in together:
+                continue
             if slot.reasoning is not None:
                 words[place] = self._reasoning_mask(slot.reasoning)
                 continue
             begin_s = time.thread_time()
             if not slot.fill(words[place]):
                 words[place] = -1
-            slot.credit_s -= time.thread_time() - begin_s
+            took_s = time.thread_time() - begin_s
+            slot.credit_s -= took_s
+            slot.is_slow = took_s > SLOW_S
         return words
+
+    def _fill_together(self, slots: Sequence[_Slot], words: NDArray[np.int32]) -> frozenset[int]:
+        """Fill the rows of those that are usually quick, on several cores. Returns their places, none when they are few
+        or one of them failed. When it took long, each is timed by itself at its next token."""
+        places, matchers = [], []
+        for place, slot in enumerate(slots):
+            matcher = slot.matcher
+            if slot.reasoning is None and not slot.is_slow and matcher is not None and not matcher.is_terminated:
+                places.append(place)
+                matchers.append(matcher)
+        if len(places) < MIN_TOGETHER or self._compiler is None:
+            return frozenset()
+        filled = np.empty((len(places), self._num_words), dtype=np.int32)
+        begin_s = time.perf_counter()
+        try:
+            self._compiler.fill_all(matchers, filled)
+        except Exception:  # of one matcher, no matter which
+            return frozenset()
+        if time.perf_counter() - begin_s > SLOW_S * (1 + len(places) / 8):
+            for place in places:
+                slots[place].is_slow = True
+        words[places] = filled
+        return frozenset(places)
 
     def accept(self, slot: int, token_id: int) -> Fault | None:
         """A slot has sampled a token. Returns why the sequence cannot go on, or None. Any slot may be named."""
