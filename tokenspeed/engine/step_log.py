@@ -36,11 +36,13 @@ class StepLog:
         """Take account of an executed step; `snapshot` is called only when a line is written."""
         if not logger.isEnabledFor(logging.INFO):
             return
-        self._num_generated_tokens += sum(row.samples for row in plan.rows)
-        if not all(row.is_decode for row in plan.rows):
+        num_decodes = plan.num_decodes
+        if num_decodes < len(plan.rows):
+            self._num_generated_tokens += num_decodes + sum(row.samples for row in plan.rows[num_decodes:])
             if logger.isEnabledFor(logging.DEBUG):
                 self._prefill(plan, snapshot())
             return
+        self._num_generated_tokens += num_decodes
         self._num_decode_steps += 1
         if self._num_decode_steps % self._interval_steps == 0:
             self._decode(snapshot())

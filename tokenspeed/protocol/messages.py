@@ -103,8 +103,8 @@ class Logprobs(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
-class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """News of one sequence.
+class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """News of one sequence. Never part of a cycle, so the collector need not look at it.
 
     Fields:
         request_id, index: whose.

@@ -51,8 +51,9 @@ class Admission:
     grammar: GrammarSpec | None = None
 
 
-class Row(msgspec.Struct, frozen=True):
+class Row(msgspec.Struct, frozen=True, gc=False):
     """One slot's share of a step. A Struct because one is built a row a step: 0.09 us, 0.76 us as a frozen dataclass.
+    Never part of a cycle, so the collector need not look at it.
 
     Fields:
         slot: the slot.
@@ -114,7 +115,7 @@ class TokenLogprobs:
     top_logprobs: list[float]
 
 
-class RowResult(msgspec.Struct, frozen=True):
+class RowResult(msgspec.Struct, frozen=True, gc=False):
     """What one row of the plan produced, in the plan's row order. A Struct for the same reason as `Row`.
 
     Fields:

@@ -56,9 +56,8 @@ class DeviceState:
 
     def grow(self, rows: list[Row]) -> None:
         """Append the pages that the rows bring."""
-        for row in rows:
-            if not any(row.new_pages):  # as a rule: a decode row gets a page every page_size steps
-                continue
+        nothing: tuple[list[int], ...] = ([],) * len(self._num_pages)  # a decode row gets a page every page_size steps
+        for row in [row for row in rows if row.new_pages != nothing]:
             for group, pages in enumerate(row.new_pages):
                 if pages:
                     self._append_pages(group, row.slot, pages)

@@ -16,6 +16,26 @@ Taken = tuple[list[int], FinishReason | None, int | None]
 """The tokens that count, the reason if they end the sequence, and the stop token if it was one."""
 
 
+def continued(sequence: Sequence, row: Row, got: RowResult) -> SequenceOutput | None:
+    """What nearly every row comes to: one more token, no end and nothing else to tell. None: it is another case, and
+    nothing has changed. (A step of 64 such rows: 32 us, 51 by way of `take_tokens` and `news`.)"""
+    token_ids, new_ids = sequence.token_ids, got.token_ids
+    if (
+        len(new_ids) != 1
+        or not row.is_decode
+        or not sequence.said_anything
+        or new_ids[0] in sequence.stop_ids
+        or len(token_ids) + 1 >= sequence.max_len
+        or row.draft_token_ids
+        or got.logprobs
+        or sequence.request.parked
+    ):
+        return None
+    token_ids.append(new_ids[0])
+    sequence.num_pending -= 1
+    return SequenceOutput(request_id=sequence.request.request_id, index=sequence.index, token_ids=new_ids)
+
+
 def take_tokens(sequence: Sequence, row: Row, got: RowResult) -> Taken:
     """Append a row's sampled tokens, up to the one that ends the sequence.
 
@@ -32,11 +52,10 @@ def take_tokens(sequence: Sequence, row: Row, got: RowResult) -> Taken:
         raise ValueError(f"slot {row.slot}: {len(new_ids)} tokens for {len(row.draft_token_ids)} drafts")
     token_ids = sequence.token_ids
     for count, token_id in enumerate(new_ids, start=1):
-        position = len(token_ids)
         token_ids.append(token_id)
-        if sequence.stops_at(token_id, position):
+        if token_id in sequence.stop_ids and sequence.may_stop_at(len(token_ids) - 1):
             return new_ids[:count], "stop", token_id
-        if position + 1 >= sequence.max_len:
+        if len(token_ids) >= sequence.max_len:
             return new_ids[:count], "length", None
     return new_ids, None, None
 

@@ -23,6 +23,10 @@ class Outline:
     admissions: list[Admission] = field(default_factory=list)
     decodes: list[Planned] = field(default_factory=list)
     others: list[Planned] = field(default_factory=list)
+    _whole_budget: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._whole_budget = self.budget
 
     def add(self, sequence: Sequence, row: Row) -> None:
         """Plan a row."""
@@ -37,7 +41,6 @@ class Outline:
         """All rows, decodes first."""
         return self.decodes + self.others
 
-    def finished(self, step_id: int) -> StepPlan:
-        """The plan."""
-        rows = [row for _, _, row in self.planned()]
-        return StepPlan(step_id, self.admissions, rows, sum(row.num_tokens for row in rows))
+    def finished(self, step_id: int, planned: list[Planned]) -> StepPlan:
+        """The plan of these rows."""
+        return StepPlan(step_id, self.admissions, [row for _, _, row in planned], self._whole_budget - self.budget)

@@ -71,9 +71,9 @@ class Sequence:
         """True while prompt logprobs are still owed, so that the prompt has to be computed, not found."""
         return self.sampling.prompt_logprobs is not None
 
-    def stops_at(self, token_id: int, position: int) -> bool:
-        """True when the token at `position` ends the sequence as a stop token."""
-        return token_id in self.stop_ids and position - self.prompt_len >= self.sampling.min_tokens
+    def may_stop_at(self, position: int) -> bool:
+        """True when a stop token at `position` ends the sequence."""
+        return position - self.prompt_len >= self.sampling.min_tokens
 
 
 @dataclass(slots=True, eq=False)

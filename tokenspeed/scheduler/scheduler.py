@@ -40,7 +40,7 @@ from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepRe
 from tokenspeed.scheduler import invariants
 from tokenspeed.scheduler.counters import Counters
 from tokenspeed.scheduler.drafter import Drafter
-from tokenspeed.scheduler.outcome import news, take_tokens
+from tokenspeed.scheduler.outcome import continued, news, take_tokens
 from tokenspeed.scheduler.outline import Outline
 from tokenspeed.scheduler.policy import Policy
 from tokenspeed.scheduler.queue import OrderedQueue
@@ -191,9 +191,10 @@ class Scheduler:
             self._admit(outline)
         if outline.is_empty:
             return None
-        plan = outline.finished(self._next_step_id)
+        planned = outline.planned()
+        plan = outline.finished(self._next_step_id, planned)
         self._next_step_id += 1
-        self._in_flight.append((plan.step_id, outline.planned()))
+        self._in_flight.append((plan.step_id, planned))
         self._counters.step_tokens.append(plan.num_tokens)
         return plan
 
@@ -202,10 +203,7 @@ class Scheduler:
         running, no_pages, drafter = self._running, self._no_pages, self._drafter
         behind: list[Sequence] = []
         budget, decodes = outline.budget, outline.decodes
-        position = 0
-        while position < len(running):
-            sequence = running[position]
-            position += 1
+        for position, sequence in enumerate(running, start=1):  # who is preempted meanwhile stands behind
             start = sequence.num_computed
             known = len(sequence.token_ids) + sequence.num_pending
             if known - start != 1 or start < sequence.prompt_len:
@@ -346,14 +344,23 @@ class Scheduler:
         if len(planned) != len(result.rows):
             raise ValueError(f"step {result.step_id} had {len(planned)} rows, its result has {len(result.rows)}")
         outputs: list[SequenceOutput] = []
+        num_continued = 0
         for (sequence, epoch, row), got in zip(planned, result.rows, strict=True):
             if sequence.state is State.FINISHED:
                 continue  # found finished late: dropped here, once
             if row.slot != got.slot:
                 raise ValueError(f"step {result.step_id}: the row of slot {row.slot} got a result of slot {got.slot}")
-            output = self._apply_row(sequence, epoch == sequence.epoch, row, got)
+            is_current = epoch == sequence.epoch
+            output = continued(sequence, row, got) if is_current else None
+            if output is None:
+                output = self._apply_row(sequence, is_current, row, got)
+            else:
+                num_continued += 1
+                if row.start >= sequence.table.commit_at - 1:
+                    self._cache.commit(sequence.table, sequence.token_ids, row.start + 1)
             if output is not None:
                 outputs.append(output)
+        self._counters.num_generated_tokens += num_continued
         return outputs
 
     def _apply_row(self, sequence: Sequence, is_current: bool, row: Row, got: RowResult) -> SequenceOutput | None:
