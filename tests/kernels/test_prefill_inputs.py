@@ -111,10 +111,16 @@ def test_every_token_finds_its_request(
 
 @pytest.mark.parametrize("num_groups", list(WINDOWS))
 def test_decode_rows(num_groups: int) -> None:
+    """Two rows bring pages: one for every group, one for the last alone."""
     tables = slot_tables(num_groups, 1)
-    slots, starts = [3, 0, 4, SCRATCH_SLOT], [0, 15, 638, 0]
+    slots, starts = [3, 0, 4, SCRATCH_SLOT], [0, 16, 640, 0]
+    new_pages = [[-1, -1 if group < num_groups - 1 else 7000, 8000 + group, -1] for group in range(num_groups)]
+    wanted = tables.page_tables.clone()
+    wanted[:, 4, 640 // PAGE_SIZE] = torch.arange(8000, 8000 + num_groups)
+    wanted[-1, 0, 16 // PAGE_SIZE] = 7000
     out = buffers(4, 4, num_groups)
-    decode_inputs(torch.tensor([slots, starts], dtype=torch.int32, device=DEVICE), tables, out)
+    decode_inputs(torch.tensor([slots, starts, *new_pages], dtype=torch.int32, device=DEVICE), tables, out)
+    assert torch.equal(tables.page_tables, wanted)
     tokens = list(zip(slots, starts, strict=True))
     assert out.token_ids.tolist() == [int(tables.token_ids[token]) for token in tokens]
     assert out.positions.tolist() == starts

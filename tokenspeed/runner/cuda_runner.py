@@ -70,7 +70,7 @@ class _Staging:
     done: torch.cuda.Event
     step: LaunchedStep | None = None
     num_sampled: int = 0
-    decode_inputs: dict[int, tuple[torch.Tensor, NDArray[np.int32]]] = field(default_factory=dict)
+    decode_inputs: dict[torch.Size, tuple[torch.Tensor, NDArray[np.int32]]] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Another step takes the buffers; waits if need be."""
@@ -85,12 +85,12 @@ class _Staging:
         self.num_sampled += count
         return self.sampled[start : self.num_sampled]
 
-    def decode_input(self, size: int) -> tuple[torch.Tensor, NDArray[np.int32]]:
-        """Room for the input of a decode graph, [2, size] int32, as a tensor and for numpy."""
-        known = self.decode_inputs.get(size)
+    def decode_input(self, shape: torch.Size) -> tuple[torch.Tensor, NDArray[np.int32]]:
+        """Room for the input of a decode graph, as a tensor and for numpy."""
+        known = self.decode_inputs.get(shape)
         if known is None:
-            host = self.rows[: 2 * size].view(2, size)
-            known = self.decode_inputs[size] = (host, host.numpy())
+            host = self.rows[: shape.numel()].view(shape)
+            known = self.decode_inputs[shape] = (host, host.numpy())
         return known
 
 
@@ -153,7 +153,7 @@ class CudaModelRunner:
                 self._prefill = PrefillGraphs(*parts, limits.max_num_seqs, self._pdl)
         self._staging = [
             _Staging(
-                _pinned(2 * num_slots),
+                _pinned((2 + len(groups)) * num_slots),
                 _pinned(4 * PREFILL_GRAPH_REQUESTS),
                 _pinned(num_slots),
                 torch.cuda.Event(),  # type: ignore[no-untyped-call]
@@ -228,7 +228,6 @@ class CudaModelRunner:
             self._parameters.admit(admission)
             self._prompts.admit(admission)
             self._grammar_rows.admit(admission)
-        self._state.grow(plan.rows)
         num_decodes = plan.num_decodes
         decodes, others = plan.rows[:num_decodes], plan.rows[num_decodes:]
         parts: list[tuple[list[Row], Sampled]] = []
@@ -239,6 +238,7 @@ class CudaModelRunner:
         else:
             parts.append((decodes, self._replay(decodes, size, staging)))
         if others:
+            self._state.grow(others)
             sampling = [row for row in others if row.samples]
             recorded = self._prefill_size(others)
             if recorded is not None:
@@ -254,10 +254,8 @@ class CudaModelRunner:
         assert self._graphs is not None
         decode = self._graphs.graph(size)
         slots = [row.slot for row in rows]
-        pad = size - len(rows)
-        host, numbers = staging.decode_input(size)
-        numbers[0] = slots + [self._graphs.scratch_slot] * pad
-        numbers[1] = [row.start for row in rows] + [0] * pad
+        host, numbers = staging.decode_input(decode.rows.shape)
+        self._graphs.fill(numbers, rows, slots)
         decode.rows.copy_(host, non_blocking=True)
         decode.graph.replay()
         return self._to_host(rows, slots, decode.token_ids[: len(rows)], decode.logits, staging)

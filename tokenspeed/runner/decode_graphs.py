@@ -1,8 +1,8 @@
 """Whole decode steps as CUDA graphs, one a batch size of the ladder: see `slot_graphs`.
 
-A replay needs two numbers a row:
+A replay needs two numbers a row, and the pages that rows bring, which the graph itself notes in the page tables:
 
-    rows   [slot | start]       start: the position of the row's one token
+    rows   [slot | start | page of group 0 | ...]       start: the position of the row's one token; page: -1 = none
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tokenspeed.kernels.triton.step_inputs import RecordedInputs, decode_inputs
+from tokenspeed.protocol.step import Row
 from tokenspeed.runner.slot_graphs import SlotGraphs, input_buffers
+
+NO_PAGE = -1
 
 
 class DecodeGraphs(SlotGraphs):
@@ -38,9 +43,23 @@ class DecodeGraphs(SlotGraphs):
         size = self._ladder[index]
         return size if self._pad or size == num_rows else None
 
+    def fill(self, host: NDArray[np.int32], rows: Sequence[Row], slots: Sequence[int]) -> None:
+        """Write a graph's input, [2 + G, size] int32 on the host, for rows that it serves."""
+        count = len(rows)
+        host[0, :count] = slots
+        host[1, :count] = [row.start for row in rows]
+        host[0, count:] = self.scratch_slot
+        host[1, count:] = 0
+        host[2:] = NO_PAGE
+        for index in self._state.bringing(rows):
+            row = rows[index]
+            host[2:, index] = [pages[0] if pages else NO_PAGE for pages in row.new_pages]
+            self._state.note_pages(row)
+
     def _padding_rows(self, size: int) -> torch.Tensor:
-        rows = torch.zeros(2, size, dtype=torch.int32, device=self._state.device)
-        rows[0] = self.scratch_slot
+        num_groups = self._state.page_tables.shape[0]
+        rows = torch.full((2 + num_groups, size), NO_PAGE, dtype=torch.int32, device=self._state.device)
+        rows[0], rows[1] = self.scratch_slot, 0
         return rows
 
     def _buffers(self, size: int) -> RecordedInputs:

@@ -54,13 +54,22 @@ class DeviceState:
             self._num_pages[group][slot] = 0
             self._append_pages(group, slot, [self.scratch_page if page < 0 else page for page in pages])
 
-    def grow(self, rows: list[Row]) -> None:
+    def grow(self, rows: Sequence[Row]) -> None:
         """Append the pages that the rows bring."""
-        nothing: tuple[list[int], ...] = ([],) * len(self._num_pages)  # a decode row gets a page every page_size steps
-        for row in [row for row in rows if row.new_pages != nothing]:
+        for row in (rows[index] for index in self.bringing(rows)):
             for group, pages in enumerate(row.new_pages):
                 if pages:
                     self._append_pages(group, row.slot, pages)
+
+    def bringing(self, rows: Sequence[Row]) -> list[int]:
+        """Places of the rows that bring pages: as a rule few, a decode row does every page_size steps."""
+        nothing: tuple[list[int], ...] = ([],) * len(self._num_pages)
+        return [index for index, row in enumerate(rows) if row.new_pages != nothing]
+
+    def note_pages(self, row: Row) -> None:
+        """The pages that the row brings are appended by somebody else."""
+        for group, pages in enumerate(row.new_pages):
+            self._num_pages[group][row.slot] += len(pages)
 
     def _append_pages(self, group: int, slot: int, pages: list[int]) -> None:
         start = self._num_pages[group][slot]

@@ -104,6 +104,9 @@ def _decode_inputs_kernel(
         tl.store(next_positions_ptr + row, start.to(tl.int64) + 1)
         tl.store(seq_lens_ptr + row, start + 1)
     pages = page_table_ptr + group * group_stride + slot * page_table_stride
+    new_page = tl.load(rows_ptr + (2 + group) * num_rows + row)
+    tl.store(pages + start // PAGE_SIZE, new_page, mask=new_page >= 0)
+    tl.debug_barrier()  # other threads of this program read it below
     page = tl.load(pages + start // PAGE_SIZE).to(tl.int64)
     tl.store(flat_slots_ptr + group * num_rows + row, page * PAGE_SIZE + start % PAGE_SIZE)
     out = out_pages_ptr + group * out_group_stride + row * out_pages_stride
@@ -111,10 +114,11 @@ def _decode_inputs_kernel(
 
 
 def decode_inputs(rows: torch.Tensor, tables: SlotTables, out: RecordedInputs) -> None:
-    """Fill `out` for decode rows, except `query_start`.
+    """Fill `out` for decode rows, except `query_start`, after noting the pages that they bring in `tables`.
 
     Args:
-        rows: [2, R] int32: slots, then starts (the position of each row's one token).
+        rows: [2 + G, R] int32: slots, starts (the position of each row's one token), then for each cache group the page
+            of that token when it is new, else -1. Rows with a new page are of different slots.
     """
     num_rows = rows.shape[1]
     _decode_inputs_kernel[(num_rows, tables.page_tables.shape[0])](
