@@ -6,13 +6,16 @@ that imports torch, through `runner.build`.
 
 from __future__ import annotations
 
+import gc
 import sys
 
+from tokenspeed.config.engine import EngineConfig
 from tokenspeed.engine.ipc import IpcEngineEnd
 from tokenspeed.engine.lifeline import read_order, tie_to_parent
 from tokenspeed.engine.run import run_engine
 from tokenspeed.observability.logs import configure_logging
 from tokenspeed.runner.build import build_runner
+from tokenspeed.runner.interface import Runner
 
 
 def main() -> int:
@@ -21,7 +24,15 @@ def main() -> int:
     order = read_order(directory)
     tie_to_parent(order.parent_pid, directory)
     configure_logging(order.log_level, "engine")
-    return run_engine(IpcEngineEnd(directory), order.config, build_runner, order.parent_pid)
+    return run_engine(IpcEngineEnd(directory), order.config, _build, order.parent_pid)
+
+
+def _build(config: EngineConfig) -> Runner:
+    """The runner. What exists by then stays: the collector need not walk through torch's modules again, which stops
+    every request for 0.2 s (230,000 objects, 2-core Xeon)."""
+    runner = build_runner(config)
+    gc.freeze()
+    return runner
 
 
 if __name__ == "__main__":
