@@ -24,7 +24,10 @@ def main() -> int:
     order = read_order(directory)
     tie_to_parent(order.parent_pid, directory)
     configure_logging(order.log_level, "engine")
-    return run_engine(IpcEngineEnd(directory), order.config, _build, order.parent_pid)
+    try:
+        return run_engine(IpcEngineEnd(directory), order.config, _build, order.parent_pid)
+    finally:
+        gc.unfreeze()  # Triton's bindings count what is left at the exit, and complain
 
 
 def _build(config: EngineConfig) -> Runner:
