@@ -148,6 +148,27 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
     return recording
 
 
+@contextlib.contextmanager
+def opened(
+    graphs: GraphPlan, recording: Recording, config: ModelConfig = LLAMA, grammars: Any = None
+) -> Iterator[CudaModelRunner]:
+    """A runner that has recorded its graphs."""
+    need = Need(DEVICE, torch.float32)
+    ops = select_ops(need)[0] if ON_GPU else replace(select_ops(need, only="reference")[0], recorder=recording)
+    backend = PagedAttentionBackend(ops)
+    model = random_model(config, ops, backend, seed=7)
+    groups = [replace(group, num_pages=NUM_PAGES) for group in group_layers(model.cache_specs(), PAGE_SIZE)]
+    shape = (config.num_kv_heads, config.head_dim)
+    model.bind_kv(list(allocate(model.cache_specs(), groups, *shape, torch.float32, DEVICE)))
+    loaded = LoadedModel(model, ops, backend, [])
+    runner = CudaModelRunner(loaded, groups, Limits(SLOTS, LENGTH, config.vocab_size), graphs, grammars)
+    try:
+        runner.capture()
+        yield runner
+    finally:
+        runner.close()
+
+
 def run(
     plans: list[StepPlan],
     graphs: GraphPlan,
@@ -157,22 +178,9 @@ def run(
 ) -> tuple[list[list[RowResult]], list[str]]:
     """Results of plans, as rows, and the runner's report. All are queued at once: a plan for which there is no pinned
     buffer waits (without that, another step's tokens came now and then)."""
-    need = Need(DEVICE, torch.float32)
-    ops = select_ops(need)[0] if ON_GPU else replace(select_ops(need, only="reference")[0], recorder=recording)
-    backend = PagedAttentionBackend(ops)
-    model = random_model(config, ops, backend, seed=7)
-    groups = [replace(group, num_pages=NUM_PAGES) for group in group_layers(model.cache_specs(), PAGE_SIZE)]
-    shape = (config.num_kv_heads, config.head_dim)
-    model.bind_kv(list(allocate(model.cache_specs(), groups, *shape, torch.float32, DEVICE)))
-    report: list[str] = []
-    loaded = LoadedModel(model, ops, backend, report)
-    runner = CudaModelRunner(loaded, groups, Limits(SLOTS, LENGTH, config.vocab_size), graphs, grammars)
-    try:
-        runner.capture()
+    with opened(graphs, recording, config, grammars) as runner:
         queued: list[Pending[StepResult]] = [runner.execute(plan) for plan in plans]
-        return [pending.result().rows for pending in queued], report
-    finally:
-        runner.close()
+        return [pending.result().rows for pending in queued], runner.report
 
 
 def random_plans(seed: int, num_groups: int = 1) -> list[StepPlan]:
@@ -348,3 +356,27 @@ def test_a_grammar_that_gives_up_ends_its_own_row(recording: Recording) -> None:
     assert faults[:2] == [[None], [None]]
     assert faults[2:] == [["the grammar cannot be followed: stuck"]] * 2
     assert all(row.error is None and len(row.token_ids) == 1 for rows in results for row in rows if row.slot == 0)
+
+
+def test_a_launch_that_fails_fails_its_own_result(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = random_plans(0)[:2]
+    (expected,), _ = run([first], GraphPlan(), recording)
+    with opened(GraphPlan(), recording) as runner:
+        before = runner.execute(first)
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(runner, "_launch", fail)
+        after = runner.execute(second)
+        assert tokens([before.result().rows]) == tokens([expected])
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            after.result()
+
+
+def test_the_thread_is_as_it_was_once_a_runner_is_closed(recording: Recording) -> None:
+    with opened(GraphPlan(), recording):
+        assert torch.is_inference_mode_enabled()
+    assert not torch.is_inference_mode_enabled()
+    if ON_GPU:
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
