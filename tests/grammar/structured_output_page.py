@@ -24,7 +24,9 @@ TABLE = """
 
 Whatever is generated is valid under the schema as written. It may be less than all that is valid: properties that are
 not named are not made up (unless `additionalProperties` says so), named ones come in the order of the schema, a pattern
-matches the whole string, keywords without `type` imply theirs. Each line is a test with both libraries.
+matches the whole string, keywords without `type` imply theirs. With xgrammar a string with `maxLength` holds no escapes
+(no quote, backslash or line end), one with `minLength` only behind that length, and above 16 none. Each line is a test
+with both libraries.
 
 | Case | Schema | |
 |---|---|---|
