@@ -175,6 +175,70 @@ def test_success_is_remembered(machine, tmp_path):
         assert "compiled before" in job.wait()
 
 
+NOT_DECIDING = {
+    "model", "checkpoint", "load_format", "num_pages", "kv_memory_bytes", "enable_prefix_caching", "enable_overlap",
+    "enforce_eager", "schedule_policy", "num_threads", "seed", "max_queue_len", "gpu_memory_utilization", "pad_graphs",
+    "trust_remote_code", "skip_tokenizer_init", "grammar_backend", "grammar_timeout_s", "any_whitespace",
+    "decode_log_interval", "choices",
+}  # fmt: skip
+
+
+def test_every_field_is_known_to_decide_or_not():
+    """A new field must be put on either side. The model's shape has a rule of its own, and `enforce_eager` and
+    `load_format` speak through the sizes that are recorded and the model's `qtype`."""
+    fields = set(EngineConfig.__struct_fields__)
+    assert set(compile.DECIDING_FIELDS) | NOT_DECIDING == fields
+    assert not set(compile.DECIDING_FIELDS) & NOT_DECIDING
+    assert set(compile.TEXT_FIELDS) < set(type(CONFIG.model).__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_same"),
+    [
+        ({"decode_log_interval": 7}, True),
+        ({"max_queue_len": 9, "schedule_policy": "priority", "enable_prefix_caching": False}, True),
+        ({"gpu_memory_utilization": 0.5, "kv_memory_bytes": GIB, "num_threads": 9, "seed": 9, "choices": ()}, True),
+        ({"model": msgspec.structs.replace(CONFIG.model, eos_token_ids=(9,), sampling_defaults={"top_p": 0.5})}, True),
+        ({"model": msgspec.structs.replace(CONFIG.model, num_layers=CONFIG.model.num_layers + 1)}, True),
+        ({"model": msgspec.structs.replace(CONFIG.model, hidden_size=2 * CONFIG.model.hidden_size)}, False),
+        ({"dtype": "float16"}, False),
+        ({"kv_cache_dtype": "fp8_e4m3"}, False),
+        ({"quantize_on_load": "fp8"}, False),
+        ({"page_size": 32}, False),
+        ({"max_model_len": 4097}, False),
+        ({"max_num_seqs": 161}, False),
+        ({"capture_sizes": (1, 2)}, False),
+        ({"prefill_sizes": (16,)}, False),
+        ({"max_num_batched_tokens": 512}, False),
+        ({"attention_backend": "fa3"}, False),
+        ({"moe_backend": "torch"}, False),
+    ],
+)
+def test_the_marker_is_of_what_decides_the_variants(machine, changes, is_same):
+    """Regression: it was of the whole configuration, so that --decode-log-interval started 16 workers over a full
+    cache."""
+    assert (compile._key(msgspec.structs.replace(CONFIG, **changes)) == compile._key(CONFIG)) == is_same
+
+
+def test_the_marker_is_of_kernels_tables_and_steps(machine, tmp_path, monkeypatch):
+    """Regression: a tuned table changes tiles, and the marker still said that all was compiled."""
+    names = {path.name for path in compile._deciding_files()}
+    assert {"decode_attention.py", "NVIDIA_H200.json", "warm_up.py"} <= names
+    folder, steps = tmp_path / "triton", tmp_path / "steps.py"
+    (folder / "tables").mkdir(parents=True)
+    kernel, table = folder / "kernel.py", folder / "tables" / "A_GPU.json"
+    for path in (kernel, table, steps):
+        path.write_text("1")
+    monkeypatch.setattr(compile.tokenspeed.kernels.triton, "__path__", [str(folder)])
+    monkeypatch.setattr(compile.warm_up, "__file__", str(steps))
+    seen = {compile._key(CONFIG)}
+    for path in (kernel, table, steps):
+        path.write_text("2")
+        seen.add(compile._key(CONFIG))
+    assert len(seen) == 4
+    assert compile._key(CONFIG) in seen, "nothing has changed since"
+
+
 def test_failed_workers_cost_time_only(machine, caplog):
     machine(
         "import os, sys; from pathlib import Path\n"

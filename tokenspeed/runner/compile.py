@@ -20,15 +20,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
 import tokenspeed.kernels.triton
-from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.kernels.cpu.native.build import cache_folders
+from tokenspeed.runner import warm_up
 from tokenspeed.runner.warm_up import EXPERT_TOKENS, plan_pages, representatives, warm_up_plans
 
 CACHE_VARIABLE = "TRITON_CACHE_DIR"
@@ -44,6 +45,25 @@ WORKER_TIMEOUT_S = 600.0
 TWIN_BATCH_TOKENS = 1024
 MXFP4_BYTES = 17 / 32
 """Of a weight: 4 bits, and a byte of scale for 32 of them."""
+
+DECIDING_FIELDS = (
+    "device",
+    "dtype",
+    "kv_cache_dtype",
+    "quantize_on_load",
+    "page_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "capture_sizes",
+    "prefill_sizes",
+    "attention_backend",
+    "moe_backend",
+)
+"""Of `EngineConfig`, besides the model's shape: what a kernel is compiled for, and which steps stand for all. The
+context's length is one: strides depend on it, and how many requests a large step has."""
+TEXT_FIELDS = ("bos_token_id", "eos_token_ids", "sampling_defaults")
+"""Of `ModelConfig`: what no kernel sees."""
 
 logger = logging.getLogger(__name__)
 
@@ -240,12 +260,24 @@ def _start_worker(work: Path, index: int) -> subprocess.Popen[bytes]:
 
 def _key(config: EngineConfig) -> str:
     """Of everything that decides which variants exist and what they compile to; a wrong hit costs time, not truth."""
-    nowhere = Checkpoint(name="", format="config", config_path="", weight_files=(), tokenizer_path="")
-    digest = hashlib.sha256(msgspec.msgpack.encode(msgspec.structs.replace(twin(config), checkpoint=nowhere)))
+    order = twin(config)
+    deciding = [msgspec.to_builtins(getattr(order, name)) for name in DECIDING_FIELDS]
+    digest = hashlib.sha256(msgspec.json.encode([_shape(order.model), *deciding]))
     for package in ("torch", "triton"):
         digest.update(f"{package} {importlib.metadata.version(package)}".encode())
     digest.update(f"{torch.version.cuda} {torch.cuda.get_device_name()}".encode())
-    for folder in tokenspeed.kernels.triton.__path__:
-        for path in sorted(Path(folder).glob("*.py")):
-            digest.update(path.read_bytes())
+    for path in _deciding_files():
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _shape(model: ModelConfig) -> dict[str, Any]:
+    """A model without what only the scheduler, the tokenizer and the defaults of requests read."""
+    return {name: value for name, value in msgspec.to_builtins(model).items() if name not in TEXT_FIELDS}
+
+
+def _deciding_files() -> list[Path]:
+    """The kernels, the tables that choose their tiles, and the choice of steps that stand for all."""
+    kernels = [Path(folder) for folder in tokenspeed.kernels.triton.__path__]
+    found = [path for folder in kernels for kind in ("**/*.py", "tables/*.json") for path in sorted(folder.glob(kind))]
+    return [*found, Path(warm_up.__file__)]
