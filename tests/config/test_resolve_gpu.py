@@ -5,12 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tokenspeed.attention.select import BACKENDS
 from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.config.args import EngineArgs
 from tokenspeed.config.device import DeviceInfo
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.gpu import GpuInfo
-from tokenspeed.config.gpu_choices import capture_ladder, exact_ladder, memory_utilization
+from tokenspeed.config.gpu_choices import UNRECORDABLE_ATTENTION, capture_ladder, exact_ladder, memory_utilization
 from tokenspeed.config.model import ModelConfig, RopeConfig
 from tokenspeed.config.resolve import resolve
 from tokenspeed.protocol.errors import ConfigError
@@ -125,6 +126,18 @@ def test_dtype_as_asked(asked, chosen):
         (EngineArgs(enforce_eager=True, cudagraph_capture_sizes=(1,)), H200, ["together with --enforce-eager"]),
         (EngineArgs(enforce_eager=True, max_cudagraph_capture_size=8), H200, ["--max-cudagraph-capture-size"]),
         (EngineArgs(enforce_eager=True, disable_cuda_graph_padding=True), H200, ["--disable-cuda-graph-padding"]),
+        (
+            EngineArgs(attention_backend="flashinfer", cudagraph_capture_sizes=(1,)),
+            H200,
+            ["--cudagraph-capture-sizes was given together with --attention-backend flashinfer", "no step is recorded"],
+        ),
+        (EngineArgs(attention_backend="flashinfer", max_cudagraph_capture_size=8), H200, ["--max-cudagraph-capture"]),
+        (EngineArgs(attention_backend="flashinfer", disable_cuda_graph_padding=True), H200, ["-graph-padding was"]),
+        (
+            EngineArgs(attention_backend="flashinfer", prefill_graph_max_tokens=64),
+            H200,
+            ["--prefill-graph-max-tokens was given together with --attention-backend flashinfer"],
+        ),
         (EngineArgs(disable_prefill_graph=True), CPU_ONLY, ["--disable-prefill-graph", "on a CPU"]),
         (EngineArgs(prefill_graph_max_tokens=64), CPU_ONLY, ["--prefill-graph-max-tokens", "on a CPU"]),
         (EngineArgs(prefill_graph_capture_sizes=(64,)), CPU_ONLY, ["--prefill-graph-capture-sizes", "on a CPU"]),
@@ -188,6 +201,15 @@ def test_capture_sizes_are_filtered_and_said():
     assert engine(EngineArgs(max_num_seqs=3)).capture_sizes == (1, 2, 3)
     assert max(engine(EngineArgs(max_num_seqs=4000)).capture_sizes) == 512
     assert engine(EngineArgs(enforce_eager=True)).capture_sizes == ()
+
+
+def test_attention_that_cannot_be_recorded_records_nothing_and_says_so():
+    config = engine(EngineArgs(attention_backend="flashinfer"))
+    assert (config.capture_sizes, config.prefill_sizes) == ((), ())
+    assert "--attention-backend flashinfer" in reason(config, "--cudagraph-capture-sizes")
+    assert engine(EngineArgs(attention_backend="fa3")).capture_sizes
+    unrecordable = {backend.name for backend in BACKENDS if not backend.can_record}
+    assert unrecordable == set(UNRECORDABLE_ATTENTION)
 
 
 def test_prefill_sizes():

@@ -14,6 +14,8 @@ MAX_PREFILL_TOKENS = 512
 """Above so many prompt tokens the GPU needs longer for a step than the host to launch it."""
 MAX_GRAPH_ROWS = 512
 """Above so many rows a step is bound by arithmetic, and launches no longer show."""
+UNRECORDABLE_ATTENTION = ("flashinfer",)
+"""Backends of `--attention-backend` that read lengths on the host, which a recorded step cannot."""
 
 
 def usable_gpu(device: DeviceInfo) -> tuple[GpuInfo | None, str]:
@@ -42,20 +44,23 @@ def memory_utilization(args: EngineArgs, choices: list[Choice]) -> float:
 
 
 def capture_sizes(args: EngineArgs, choices: list[Choice]) -> tuple[int, ...]:
-    """Decode batch sizes whose steps are recorded, ascending; empty with `--enforce-eager`.
+    """Decode batch sizes whose steps are recorded, ascending; empty where none can be, or with `--enforce-eager`.
 
     Raises:
-        ConfigError: sizes together with `--enforce-eager`, or none that can occur.
+        ConfigError: sizes together with a flag that forbids recording, or none that can occur.
     """
     given = args.cudagraph_capture_sizes
-    if args.enforce_eager:
+    off = without_recording(args)
+    if off is not None:
         for name, is_given in (
             ("--cudagraph-capture-sizes", bool(given)),
             ("--max-cudagraph-capture-size", args.max_cudagraph_capture_size is not None),
             ("--disable-cuda-graph-padding", args.disable_cuda_graph_padding),
         ):
             if is_given:
-                raise ConfigError(f"{name} was given together with --enforce-eager, with which no step is recorded")
+                raise ConfigError(f"{name} was given together with {off}, with which no step is recorded")
+        if not args.enforce_eager:
+            choices.append(Choice("--cudagraph-capture-sizes", "none", f"with {off} no step can be recorded"))
         return ()
     largest = args.max_cudagraph_capture_size
     if largest is None:
@@ -80,6 +85,15 @@ def capture_sizes(args: EngineArgs, choices: list[Choice]) -> tuple[int, ...]:
     return kept
 
 
+def without_recording(args: EngineArgs) -> str | None:
+    """The flag, as it is typed, with which no step is recorded."""
+    if args.enforce_eager:
+        return "--enforce-eager"
+    if args.attention_backend in UNRECORDABLE_ATTENTION:
+        return f"--attention-backend {args.attention_backend}"
+    return None
+
+
 def prefill_sizes(args: EngineArgs, token_budget: int, choices: list[Choice]) -> tuple[int, ...]:
     """Token counts of prompt steps that are recorded, ascending.
 
@@ -89,18 +103,11 @@ def prefill_sizes(args: EngineArgs, token_budget: int, choices: list[Choice]) ->
         ConfigError: flags that contradict each other, or no size that can occur.
     """
     given, most = args.prefill_graph_capture_sizes, args.prefill_graph_max_tokens
-    off = next(
-        (
-            name
-            for name, is_given in (
-                ("--enforce-eager", args.enforce_eager),
-                ("--disable-prefill-graph", args.disable_prefill_graph),
-                ("--prefill-graph-max-tokens 0", most == 0),
-            )
-            if is_given
-        ),
-        None,
-    )
+    off = without_recording(args)
+    if off is None and args.disable_prefill_graph:
+        off = "--disable-prefill-graph"
+    elif off is None and most == 0:
+        off = "--prefill-graph-max-tokens 0"
     if off is not None:
         for name, is_given in (("--prefill-graph-capture-sizes", given), ("--prefill-graph-max-tokens", most)):
             if is_given:
