@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ import torch
 import tokenspeed.attention
 from tokenspeed.attention.interface import NEEDS_GPU, AttentionNeed
 from tokenspeed.attention.select import BACKENDS, Backend, select_backend
-from tokenspeed.config.args import EngineArgs
-from tokenspeed.config.attention_choices import CPU_BACKENDS, GPU_BACKENDS, WITHOUT_IMPLEMENTATION, check_device
+from tokenspeed.config.attention_choices import CPU_BACKENDS, GPU_BACKENDS, MHA, NAMES, WITHOUT_IMPLEMENTATION, settle
+from tokenspeed.config.engine import Choice
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.protocol.errors import ConfigError
 
@@ -28,7 +29,7 @@ CONTRACT = {
 
 
 def test_every_name_of_the_contract_is_known() -> None:
-    known = {*CPU_BACKENDS, *GPU_BACKENDS, *WITHOUT_IMPLEMENTATION}
+    known = {MHA, *CPU_BACKENDS, *GPU_BACKENDS, *WITHOUT_IMPLEMENTATION}
     assert known >= CONTRACT
     assert {backend.name for backend in BACKENDS} == {*CPU_BACKENDS, *GPU_BACKENDS}
     assert not {backend.name for backend in BACKENDS} & WITHOUT_IMPLEMENTATION.keys()
@@ -51,11 +52,9 @@ def test_a_backend_says_what_it_cannot_serve(backend: Backend) -> None:
     assert reason is not None and ("GPU" in reason)
     has_sinks = backend.name in ("fa4", "flashinfer")
     assert ("sinks" in (backend.why_not(replace(at_home, has_sinks=True, window=128)) or "")) == has_sinks
-    for need, word in (
-        (replace(at_home, logit_cap=30.0), "30"),
-        (replace(at_home, num_heads=at_home.num_kv_heads * 2 + 1), "query heads"),
-    ):
-        assert word in (backend.why_not(need) or "")
+    capped = backend.why_not(replace(at_home, logit_cap=30.0))
+    assert ("logit cap (asked: 30.0)" in (capped or "")) == (backend.name not in ("paged", "triton"))
+    assert "query heads" in (backend.why_not(replace(at_home, num_heads=at_home.num_kv_heads * 2 + 1)) or "")
     assert isinstance(backend.can_record, bool) and (backend.note is None or backend.note)
 
 
@@ -109,9 +108,6 @@ def test_names_without_an_implementation_are_refused_with_their_reason(name: str
         select_backend(NEED, name, OPS)
     assert WITHOUT_IMPLEMENTATION[name] in str(refused.value)
     assert "use one of: auto, paged" in str(refused.value)
-    with pytest.raises(ConfigError) as refused:
-        EngineArgs(attention_backend=name)
-    assert WITHOUT_IMPLEMENTATION[name] in str(refused.value)
 
 
 def test_an_unknown_name() -> None:
@@ -119,24 +115,39 @@ def test_an_unknown_name() -> None:
         select_backend(NEED, "pagde", OPS)
 
 
-def test_a_choice_for_another_device_is_refused_before_the_start() -> None:
-    check_device("auto", "cpu")
-    check_device("paged", "cpu")
-    check_device("fa3", "cuda")
-    with pytest.raises(
-        ConfigError, match=r"--attention-backend triton does not run on a CPU; use one of: auto, paged$"
-    ):
-        check_device("triton", "cpu")
-    with pytest.raises(ConfigError, match=r"paged does not run on a GPU; use one of: auto, triton, fa3"):
-        check_device("paged", "cuda")
+@pytest.mark.parametrize(("device", "where", "ours"), [("cpu", "a CPU", "paged"), ("cuda", "a GPU", "triton")])
+def test_a_choice_that_cannot_run_here_is_refused_before_the_start(
+    device: Literal["cpu", "cuda"], where: str, ours: str
+) -> None:
+    """Whatever is named instead runs on this device, with no other package."""
+    here = {"cpu": CPU_BACKENDS, "cuda": GPU_BACKENDS}[device]
+    for choice in ("auto", *here):
+        assert settle(choice, device, []) == choice
+    wrong = {name: "it is for a" for name in {*CPU_BACKENDS, *GPU_BACKENDS} - {*here}}
+    wrong |= WITHOUT_IMPLEMENTATION | {"pagde": "there is no backend of this name (did you mean paged?)"}
+    for choice, reason in wrong.items():
+        with pytest.raises(ConfigError) as refused:
+            settle(choice, device, [])
+        text = str(refused.value)
+        assert text.startswith(f"--attention-backend {choice} cannot run on {where}: {reason}")
+        assert text.endswith(f"; use one of: auto, {ours}")
+
+
+def test_mha_is_auto_and_says_so() -> None:
+    for device in ("cpu", "cuda"):
+        said: list[Choice] = []
+        assert settle("mha", device, said) == "auto"
+        assert [(choice.name, choice.value) for choice in said] == [("--attention-backend", "auto")]
+        assert said[0].reason.startswith("mha names no kernels")
+    assert "mha" in NAMES.shown
 
 
 @pytest.mark.parametrize("choice", ["auto", "paged", "fa3"])
 @pytest.mark.parametrize(
     ("need", "reason"),
     [
-        (replace(NEED, logit_cap=30.0), "logit cap.*30"),
         (replace(NEED, num_heads=5), "5 query heads"),
+        (replace(NEED, device="cuda", num_heads=5), "5 query heads"),
     ],
 )
 def test_a_need_that_nothing_serves(need: AttentionNeed, reason: str, choice: str) -> None:

@@ -242,6 +242,17 @@ def test_flags_without_effect_are_said(name):
     assert reason(engine(EngineArgs(**{name: True})), spelled)
 
 
+def test_mha_is_left_to_selection():
+    config = engine(EngineArgs(attention_backend="mha"))
+    assert config.attention_backend == "auto"
+    assert reason(config, "--attention-backend").startswith("auto: mha names no kernels")
+
+
+@pytest.mark.parametrize("name", ["triton", "mla", "pagde"])
+def test_attention_that_cannot_run_names_what_would(name):
+    assert refused(EngineArgs(attention_backend=name)).endswith("use one of: auto, paged")
+
+
 # --- server ------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import importlib.util
 
 import torch
 
-from tokenspeed.attention.interface import NEEDS_GPU, AttentionNeed
+from tokenspeed.attention.interface import NEEDS_GPU, AttentionBatch, AttentionNeed
 
 NOT_VERIFIED = "this adapter follows its package's documentation and has not been run with it"
 
@@ -53,3 +53,11 @@ def capability_obstacle(need: AttentionNeed, majors: tuple[int, ...]) -> str | N
     wanted = " or ".join(f"{major}.x" for major in majors)
     have = "unknown" if need.capability is None else ".".join(map(str, need.capability))
     return f"it needs compute capability {wanted}, the GPU's is {have}"
+
+
+def longest_query(batch: AttentionBatch) -> int:
+    """Query tokens of the request that has most; in a recorded step, of which the host knows no lengths, as many as it
+    can have."""
+    if batch.query_lens_host is not None:
+        return max(batch.query_lens_host)
+    return 1 if batch.num_tokens == batch.num_requests else batch.num_tokens

@@ -13,7 +13,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from tokenspeed.attention.adapters import NOT_VERIFIED, capability_obstacle, common_obstacle, package_obstacle
+from tokenspeed.attention.adapters import (
+    NOT_VERIFIED,
+    capability_obstacle,
+    common_obstacle,
+    longest_query,
+    package_obstacle,
+)
 from tokenspeed.attention.interface import AttentionBatch, AttentionNeed, LayerKV
 from tokenspeed.kernels.ops import Ops
 
@@ -50,9 +56,10 @@ class FlashAttention3Backend:
         scale: float,
         window: int | None,
         sinks: torch.Tensor | None = None,
+        logit_cap: float | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
-        lens = batch.query_lens_host
+        assert logit_cap is None, "selection gives no model with a logit cap to this backend"
         found = self._attend(
             q,
             kv.keys,
@@ -60,7 +67,7 @@ class FlashAttention3Backend:
             cache_seqlens=batch.seq_lens,
             page_table=batch.page_table,
             cu_seqlens_q=batch.query_start,
-            max_seqlen_q=_longest(batch) if lens is None else max(lens),
+            max_seqlen_q=longest_query(batch),
             softmax_scale=scale,
             causal=True,
             window_size=(-1, -1) if window is None else (window - 1, 0),
@@ -74,8 +81,3 @@ class FlashAttention3Backend:
 def _share(log_sum: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """What a sink leaves to the keys, [T, Hq, 1], given the log-sum-exp of their logits, [Hq, T]."""
     return torch.sigmoid(log_sum - sinks[:, None]).t().unsqueeze(-1)
-
-
-def _longest(batch: AttentionBatch) -> int:
-    """Most query tokens that one request of a recorded step can have."""
-    return 1 if batch.num_tokens == batch.num_requests else batch.num_tokens

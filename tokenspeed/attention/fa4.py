@@ -12,7 +12,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from tokenspeed.attention.adapters import NOT_VERIFIED, capability_obstacle, common_obstacle, package_obstacle
+from tokenspeed.attention.adapters import (
+    NOT_VERIFIED,
+    capability_obstacle,
+    common_obstacle,
+    longest_query,
+    package_obstacle,
+)
 from tokenspeed.attention.interface import AttentionBatch, AttentionNeed, LayerKV
 from tokenspeed.kernels.ops import Ops
 
@@ -52,18 +58,18 @@ class FlashAttention4Backend:
         scale: float,
         window: int | None,
         sinks: torch.Tensor | None = None,
+        logit_cap: float | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
+        assert logit_cap is None, "selection gives no model with a logit cap to this backend"
         assert sinks is None, "selection gives no model with sinks to this backend"
-        lens = batch.query_lens_host
-        longest = 1 if batch.num_tokens == batch.num_requests else batch.num_tokens
         # Some releases return (out, log-sum-exp), others the output alone.
         found = self._attend(
             q,
             kv.keys,
             kv.values,
             cu_seqlens_q=batch.query_start,
-            max_seqlen_q=longest if lens is None else max(lens),
+            max_seqlen_q=longest_query(batch),
             max_seqlen_k=batch.page_table.shape[1] * kv.keys.shape[1],
             seqused_k=batch.seq_lens,
             page_table=batch.page_table,

@@ -13,7 +13,8 @@ from tokenspeed.attention.flashinfer import FlashInferBackend
 from tokenspeed.attention.interface import AttentionBackend, AttentionNeed
 from tokenspeed.attention.paged import PagedAttentionBackend
 from tokenspeed.attention.triton import TritonAttentionBackend
-from tokenspeed.config.attention_choices import AUTO, WITHOUT_IMPLEMENTATION
+from tokenspeed.config.attention_choices import WITHOUT_IMPLEMENTATION
+from tokenspeed.config.backend_names import AUTO
 from tokenspeed.kernels.ops import Ops
 from tokenspeed.protocol.errors import ConfigError
 

@@ -239,7 +239,9 @@ class EngineArgs(DeviceArgs):
         False,
         "--enable-mixed-batch",
         MEMORY,
-        "Prompt and decode tokens in the same step. Always the case here; accepted so that commands carry over.",
+        "Prompt and decode tokens in the same step. Always the case here; accepted so that commands carry over. The "
+        "decodes of such a step are computed first and apart wherever they have a recorded graph or, on a CPU, kernels "
+        "of their own: it reads the weights twice and takes as long as a decode step and a prompt step together.",
         kind="on",
         default_text="always on",
     )

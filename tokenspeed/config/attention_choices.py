@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tokenspeed.protocol.errors import ConfigError
+from tokenspeed.config.backend_names import AUTO, BackendNames
+from tokenspeed.config.engine import Choice
 
-AUTO = "auto"
+MHA = "mha"
 CPU_BACKENDS = ("paged",)
 GPU_BACKENDS = ("triton", "fa3", "fa4", "flashinfer")
 """`triton` is our own; the others are adapters to packages that may be installed."""
@@ -18,7 +19,6 @@ GPU_BACKENDS = ("triton", "fa3", "fa4", "flashinfer")
 _NO_MLA = "multi-head latent attention models are not served yet"
 _NO_TRTLLM = "its kernels are for NVIDIA Blackwell GPUs, and there is no adapter for them yet"
 WITHOUT_IMPLEMENTATION = {
-    "mha": "it names no kernels here; triton serves models with ordinary heads",
     "mla": _NO_MLA,
     "trtllm": _NO_TRTLLM,
     "trtllm_mha": _NO_TRTLLM,
@@ -29,14 +29,20 @@ WITHOUT_IMPLEMENTATION = {
 }
 """Names of the public contract that have no implementation here: name -> reason."""
 
+NAMES = BackendNames(
+    "--attention-backend", {"cpu": CPU_BACKENDS, "cuda": GPU_BACKENDS}, WITHOUT_IMPLEMENTATION, aliases=(MHA,)
+)
 
-def check_device(choice: str, device: Literal["cpu", "cuda"]) -> None:
-    """
+
+def settle(choice: str, device: Literal["cpu", "cuda"], choices: list[Choice]) -> str:
+    """The backend to look for: a name of `CPU_BACKENDS` or `GPU_BACKENDS`, or `auto`, which `mha` stands for too.
+
     Raises:
-        ConfigError: the backend is for another kind of device. Names those for this one.
+        ConfigError: see `BackendNames.check`.
     """
-    here, where = (CPU_BACKENDS, "a CPU") if device == "cpu" else (GPU_BACKENDS, "a GPU")
-    if choice != AUTO and choice not in here:
-        raise ConfigError(
-            f"--attention-backend {choice} does not run on {where}; use one of: {', '.join((AUTO, *here))}"
-        )
+    NAMES.check(choice, device)
+    if choice != MHA:
+        return choice
+    reason = f"{MHA} names no kernels, but models with ordinary heads, and every model that is served has these"
+    choices.append(Choice("--attention-backend", AUTO, reason))
+    return AUTO

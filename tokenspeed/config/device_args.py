@@ -40,17 +40,18 @@ class DeviceArgs(ServerArgs):
         "--attention-backend",
         DEVICE,
         "Attention kernels: our own are `triton` on a GPU and `paged` on a CPU; `fa3`, `fa4` and `flashinfer` use "
-        "those packages, and have not been verified with them. `auto` takes our own where they can serve the model.",
-        choices=(attention_choices.AUTO, *attention_choices.CPU_BACKENDS, *attention_choices.GPU_BACKENDS),
-        refused_choices=attention_choices.WITHOUT_IMPLEMENTATION,
+        "those packages, and have not been verified with them. `auto` takes our own where they can serve the model; "
+        "`mha` stands for `auto`.",
+        choices=attention_choices.NAMES.shown,
+        checked_with_device=True,
     )
     moe_backend: str = flag(
         "auto",
         "--moe-backend",
         DEVICE,
         "Kernels of expert layers: our own are `triton` on a GPU and `torch` on a CPU.",
-        choices=(moe_choices.AUTO, *moe_choices.CPU_BACKENDS, *moe_choices.GPU_BACKENDS),
-        refused_choices=moe_choices.WITHOUT_IMPLEMENTATION,
+        choices=moe_choices.NAMES.shown,
+        checked_with_device=True,
     )
     grammar_backend: str = flag(
         "auto",

@@ -62,6 +62,7 @@ class Flag:
         is_exclusive: giving both the flag and its `--no-` twin is an error (otherwise the last one counts).
         is_secret: never printed.
         only_on: the kind of device that the flag has a meaning on; None = any.
+        checked_with_device: which choices there are depends on the device, so `resolve` refuses the others.
     """
 
     names: tuple[str, ...]
@@ -79,6 +80,7 @@ class Flag:
     is_exclusive: bool = False
     is_secret: bool = False
     only_on: Literal["cpu", "cuda"] | None = None
+    checked_with_device: bool = False
 
     @property
     def off_names(self) -> tuple[str, ...]:
@@ -125,6 +127,7 @@ def flag(
     is_exclusive: bool = False,
     is_secret: bool = False,
     only_on: Literal["cpu", "cuda"] | None = None,
+    checked_with_device: bool = False,
 ) -> Any:
     """A dataclass field that is a flag. `names` are separated by spaces; the rest are the fields of `Flag`."""
     about = Flag(
@@ -143,6 +146,7 @@ def flag(
         is_exclusive=is_exclusive,
         is_secret=is_secret,
         only_on=only_on,
+        checked_with_device=checked_with_device,
     )
     return dataclasses.field(default=default, metadata={"flag": about})
 
@@ -151,7 +155,7 @@ def check(declared: Declared, value: Any) -> None:
     """Raise ConfigError unless `value` is one the flag accepts. None stands for "automatic" and passes."""
     flag = declared.flag
     name = flag.names[0]
-    if value is None:
+    if value is None or flag.checked_with_device:
         return
     if isinstance(value, tuple):
         for each in value:

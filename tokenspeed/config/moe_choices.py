@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from tokenspeed.config.backend_names import AUTO, BackendNames
 from tokenspeed.protocol.errors import ConfigError
 
-AUTO = "auto"
 CPU_BACKENDS = ("torch",)
 GPU_BACKENDS = ("triton",)
 
@@ -29,16 +29,14 @@ WITHOUT_IMPLEMENTATION = {
 }
 """Names of the public contract that have no implementation here: name -> reason."""
 
+NAMES = BackendNames("--moe-backend", {"cpu": CPU_BACKENDS, "cuda": GPU_BACKENDS}, WITHOUT_IMPLEMENTATION)
 
-def check_device(choice: str, device: Literal["cpu", "cuda"], has_experts: bool) -> None:
+
+def check(choice: str, device: Literal["cpu", "cuda"], has_experts: bool) -> None:
     """
     Raises:
-        ConfigError: the backend is for another kind of device (names those for this one), or for no layer of the model.
+        ConfigError: see `BackendNames.check`; or the model has no layer that the choice is about.
     """
-    if choice == AUTO:
-        return
-    if not has_experts:
+    NAMES.check(choice, device)
+    if choice != AUTO and not has_experts:
         raise ConfigError(f"--moe-backend is {choice}, but this model has no expert layers; leave the flag out")
-    here, where = (CPU_BACKENDS, "a CPU") if device == "cpu" else (GPU_BACKENDS, "a GPU")
-    if choice not in here:
-        raise ConfigError(f"--moe-backend {choice} does not run on {where}; use one of: {', '.join((AUTO, *here))}")

@@ -95,24 +95,27 @@ def resolve(
     Raises:
         ConfigError: names the value, the limit and the remedy.
     """
+    return _engine(args, checkpoint, model, device, drawn_seed, allow_longer_context), _server(args, checkpoint)
+
+
+def _engine(
+    args: EngineArgs,
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    device: DeviceInfo,
+    drawn_seed: int,
+    allow_longer_context: bool,
+) -> EngineConfig:
     choices: list[Choice] = []
     load_format = _load_format(args, checkpoint, choices)
     kind = _device(args, device, choices)
     _refuse_flags_of_other_devices(args, kind)
-    attention_choices.check_device(args.attention_backend, kind)
-    moe_choices.check_device(args.moe_backend, kind, model.moe is not None)
-    usual = _USUAL[kind]
+    attention_backend = attention_choices.settle(args.attention_backend, kind, choices)
+    moe_choices.check(args.moe_backend, kind, model.moe is not None)
     dtype = _dtype(args, model, device, choices) if kind == "cpu" else _gpu_dtype(args, model, choices)
     kv_cache_dtype = kv_dtype(args, model, dtype, choices)
-    page_size = _page_size(args, usual, choices)
-    utilization = memory_utilization(args, choices) if kind == "cuda" else None
-    num_pages, kv_memory_bytes = kv_size(args, device, kind, page_size, choices)
-    token_bytes = kv_bytes_per_token(model, kv_cache_dtype)
-    step_tokens = args.chunked_prefill_size or usual.chunk_tokens
-    capacity = kv_capacity(model, num_pages, kv_memory_bytes, page_size, token_bytes, step_tokens)
-    max_model_len = _max_model_len(args, model, capacity, token_bytes, allow_longer_context, choices)
-    budget = _token_budget(args, usual, max_model_len, choices)
-    engine = EngineConfig(
+    room = _room(args, model, device, kind, kv_cache_dtype, allow_longer_context, choices)
+    return EngineConfig(
         model=model,
         checkpoint=checkpoint,
         load_format=load_format,
@@ -120,22 +123,22 @@ def resolve(
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         quantize_on_load=quantize_on_load(args, model),
-        max_model_len=max_model_len,
+        max_model_len=room.max_model_len,
         max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=budget,
-        page_size=page_size,
-        num_pages=num_pages,
-        kv_memory_bytes=kv_memory_bytes,
+        max_num_batched_tokens=room.step_tokens,
+        page_size=room.page_size,
+        num_pages=room.num_pages,
+        kv_memory_bytes=room.kv_memory_bytes,
         enable_prefix_caching=args.enable_prefix_caching,
         enable_overlap=not args.disable_overlap_schedule,
         enforce_eager=args.enforce_eager,
         schedule_policy="priority" if args.schedule_policy == "priority" else "fifo",
-        attention_backend=args.attention_backend,
+        attention_backend=attention_backend,
         moe_backend=args.moe_backend,
         num_threads=_num_threads(args, device, choices) if kind == "cpu" else device.num_physical_cores,
-        gpu_memory_utilization=utilization,
+        gpu_memory_utilization=room.gpu_memory_utilization,
         capture_sizes=capture_sizes(args, choices) if kind == "cuda" else (),
-        prefill_sizes=prefill_sizes(args, budget, choices) if kind == "cuda" else (),
+        prefill_sizes=prefill_sizes(args, room.step_tokens, choices) if kind == "cuda" else (),
         pad_graphs=not args.disable_cuda_graph_padding,
         seed=_seed(args, drawn_seed, choices),
         max_queue_len=args.max_queue_len,
@@ -147,7 +150,6 @@ def resolve(
         decode_log_interval=args.decode_log_interval,
         choices=(*choices, *_without_effect(args)),
     )
-    return engine, _server(args, checkpoint)
 
 
 def _device(args: EngineArgs, device: DeviceInfo, choices: list[Choice]) -> Kind:
@@ -236,6 +238,39 @@ def _gpu_dtype(args: EngineArgs, model: ModelConfig, choices: list[Choice]) -> D
         reason += "; --dtype bfloat16 halves the bytes and uses the fused kernels"
     choices.append(Choice("--dtype", dtype, reason))
     return _DTYPES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The KV cache, and what a sequence and a step may take; as in `EngineConfig`; step_tokens: a step's budget."""
+
+    page_size: int
+    gpu_memory_utilization: float | None
+    num_pages: int | None
+    kv_memory_bytes: int | None
+    max_model_len: int
+    step_tokens: int
+
+
+def _room(
+    args: EngineArgs,
+    model: ModelConfig,
+    device: DeviceInfo,
+    kind: Kind,
+    kv_cache_dtype: str,
+    allow_longer_context: bool,
+    choices: list[Choice],
+) -> _Room:
+    usual = _USUAL[kind]
+    page_size = _page_size(args, usual, choices)
+    utilization = memory_utilization(args, choices) if kind == "cuda" else None
+    num_pages, kv_memory_bytes = kv_size(args, device, kind, page_size, choices)
+    token_bytes = kv_bytes_per_token(model, kv_cache_dtype)
+    step_tokens = args.chunked_prefill_size or usual.chunk_tokens
+    capacity = kv_capacity(model, num_pages, kv_memory_bytes, page_size, token_bytes, step_tokens)
+    max_model_len = _max_model_len(args, model, capacity, token_bytes, allow_longer_context, choices)
+    budget = _token_budget(args, usual, max_model_len, choices)
+    return _Room(page_size, utilization, num_pages, kv_memory_bytes, max_model_len, budget)
 
 
 def _page_size(args: EngineArgs, usual: _Usual, choices: list[Choice]) -> int:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenspeed.config.backend_names import AUTO
 from tokenspeed.config.model import ModelConfig
-from tokenspeed.config.moe_choices import AUTO, WITHOUT_IMPLEMENTATION
+from tokenspeed.config.moe_choices import WITHOUT_IMPLEMENTATION
 from tokenspeed.distributed.mesh import Mesh
 from tokenspeed.kernels.ops import Ops
 from tokenspeed.moe.interface import Activation, ExpertFormat, MoeBackend, MoeNeed
