@@ -98,6 +98,12 @@ def test_qwen3_has_qk_norm_and_its_own_head_dim(read):
     assert read(architectures=["Qwen3ForCausalLM"]).head_dim == 128
 
 
+def test_logit_cap_of_attention(read):
+    assert read(attn_logit_softcapping=None).attention_logit_cap is None
+    assert read(attn_logit_softcapping=50).attention_logit_cap == 50.0
+    assert read({"attn_logit_softcapping": 30.0}).attention_logit_cap == 30.0
+
+
 def test_heads_without_grouping(read):
     assert read(num_key_value_heads=...).num_kv_heads == 4
     assert read(num_key_value_heads=None).num_kv_heads == 4

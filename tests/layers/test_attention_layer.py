@@ -43,6 +43,7 @@ class Recording:
     """A backend that writes down what it is asked."""
 
     asked: list[tuple[AttentionBatch, int | None, torch.Tensor | None]] = field(default_factory=list)
+    caps: list[float | None] = field(default_factory=list)
     name = "recording"
     can_record = False
     note = None
@@ -58,8 +59,10 @@ class Recording:
         scale: float,
         window: int | None,
         sinks: torch.Tensor | None = None,
+        logit_cap: float | None = None,
     ) -> torch.Tensor:
         self.asked.append((batch, window, sinks))
+        self.caps.append(logit_cap)
         return q.flatten(1)
 
 
@@ -114,6 +117,14 @@ def test_a_model_without_sinks_gives_none() -> None:
     layer(torch.randn(1, CONFIG.hidden_size), torch.tensor([0]), step([3]))
     assert backend.asked[0][2] is None
     assert "model.layers.0.self_attn.sinks" not in layer.entries()
+
+
+def test_the_logit_cap_of_the_config_reaches_the_backend() -> None:
+    backend = Recording()
+    for cap in (None, 50.0):
+        layer = attention(msgspec.structs.replace(CONFIG, attention_logit_cap=cap), backend, 0)
+        layer(torch.randn(1, CONFIG.hidden_size), torch.tensor([0]), step([3]))
+    assert backend.caps == [None, 50.0]
 
 
 def test_sinks_stay_float32_and_are_cut_between_heads() -> None:

@@ -57,8 +57,10 @@ class FlashInferBackend:
         scale: float,
         window: int | None,
         sinks: torch.Tensor | None = None,
+        logit_cap: float | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
+        assert logit_cap is None, "selection gives no model with a logit cap to this backend"
         assert sinks is None, "selection gives no model with sinks to this backend"
         if window not in self._wrappers:
             self._wrappers[window] = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")

@@ -23,6 +23,7 @@ class AttentionNeed:
         device: cpu or cuda.
         window: the shortest of the layers' windows, None when all layers see all; one backend serves every layer.
         has_sinks: `run` will be given sinks.
+        logit_cap: `run` will be given this one; None = no cap.
         kv_dtype: of the KV pool; None = dtype.
         capability: of the GPU, (9, 0) for Hopper; None on a CPU.
     """
@@ -119,6 +120,7 @@ class AttentionBackend(Protocol):
         scale: float,
         window: int | None,
         sinks: torch.Tensor | None = None,
+        logit_cap: float | None = None,
     ) -> torch.Tensor:
         """Causal attention of this step's queries over the pages (this step's keys and values are already written).
 
@@ -128,6 +130,8 @@ class AttentionBackend(Protocol):
             window: tokens visible to a query, itself included; None = all.
             sinks: [num_heads] float32, a logit of each head that joins the softmax's denominator and has no value
                 (GPT-OSS); None = no such.
+            logit_cap: logits become cap * tanh(logit / cap) before the softmax, sinks stay as they are
+                (Gemma 2); None = no cap.
         Returns:
             [T, num_heads * head_dim], dtype of q. Own buffer, valid until the next call in eager mode.
         """

@@ -22,8 +22,6 @@ class OpAttention:
     @staticmethod
     def why_not_shape(need: AttentionNeed) -> str | None:
         """What the op cannot do on any device."""
-        if need.logit_cap is not None:
-            return f"the paged_attention op has no logit cap (asked: {need.logit_cap})"
         if need.num_heads % need.num_kv_heads:
             return f"{need.num_heads} query heads do not share {need.num_kv_heads} key/value heads evenly"
         return None
@@ -39,9 +37,10 @@ class OpAttention:
         scale: float,
         window: int | None,
         sinks: torch.Tensor | None = None,
+        logit_cap: float | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
-        return self._attend(q, kv.keys, kv.values, batch, scale * kv.k_scale, window, kv.v_scale, sinks)
+        return self._attend(q, kv.keys, kv.values, batch, scale * kv.k_scale, window, kv.v_scale, sinks, logit_cap)
 
 
 class PagedAttentionBackend(OpAttention):

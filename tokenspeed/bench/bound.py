@@ -195,6 +195,7 @@ def _shell(model: ModelConfig) -> Model:
         page_size=16,
         window=min((window for window in model.layer_windows if window is not None), default=None),
         has_sinks=model.attention_sinks,
+        logit_cap=model.attention_logit_cap,
     )
     backend, _ = select_backend(attention, "auto", ops)
     scheme = Unquantized(ops, "only counted")

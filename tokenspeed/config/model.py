@@ -74,6 +74,7 @@ _READ_FIELDS = frozenset(
         "partial_rotary_factor",
         "tie_word_embeddings",
         "attention_bias",
+        "attn_logit_softcapping",
         "o_bias",
         "mlp_bias",
         "dtype",
@@ -102,6 +103,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         attention_bias: biases on q, k, v; o_bias: bias on the output projection; mlp_bias: on the MLP.
         layer_windows: for each layer the tokens that a query sees, itself included, None = all; empty = all see all.
         attention_sinks: every head has a learned logit that joins the softmax's denominator (GPT-OSS).
+        attention_logit_cap: attention logits become cap * tanh(logit / cap) (Gemma 2's `attn_logit_softcapping`,
+            read in every family); None = no cap.
         moe: its expert layers, or None when every layer is dense.
         dtype: the checkpoint's own: float32, bfloat16 or float16.
         qtype: the commonest block type of a GGUF file (`Q4_1`), or None.
@@ -132,6 +135,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qtype: str | None = None
     layer_windows: tuple[int | None, ...] = ()
     attention_sinks: bool = False
+    attention_logit_cap: float | None = None
     moe: MoeConfig | None = None
     quantization: QuantizationConfig | None = None
     kv_cache_is_fp8: bool = False
@@ -261,6 +265,7 @@ def _model_config(fields: Fields, generation: Fields, qtype: str | None, quantiz
         qk_norm=family.qk_norm,
         layer_windows=read_windows(fields, family),
         attention_sinks=family.attention_sinks,
+        attention_logit_cap=fields.optional_number("attn_logit_softcapping"),
         dtype=_dtype(fields),
         qtype=qtype,
         quantization=quantization.weights,

@@ -78,6 +78,7 @@ class PagedAttention(Protocol):
         window: int | None,
         out_scale: float = 1.0,
         sinks: torch.Tensor | None = None,
+        logit_cap: float | None = None,
     ) -> torch.Tensor:
         """Causal attention over paged keys and values: see `AttentionBackend.run`. Returns [T, Hq * D].
 

@@ -96,6 +96,7 @@ class Attention:
         self._sinks = Sinks(heads, mesh, ops, f"{prefix}.sinks") if config.attention_sinks else None
         self._eps = config.rms_norm_eps
         self._scale = head_dim**-0.5
+        self._logit_cap = config.attention_logit_cap
         self._ops = ops
         self._backend = backend
         self._rotary = rotary
@@ -151,4 +152,4 @@ class Attention:
             self._eps,
             *self._kv_scales,
         )
-        return self._backend.run(q, self._kv, batch, self._scale, self._window, sinks)
+        return self._backend.run(q, self._kv, batch, self._scale, self._window, sinks, self._logit_cap)

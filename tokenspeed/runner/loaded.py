@@ -103,6 +103,7 @@ def _attention_need(config: EngineConfig) -> AttentionNeed:
         page_size=config.page_size,
         window=min(windows, default=None),
         has_sinks=config.model.attention_sinks,
+        logit_cap=config.model.attention_logit_cap,
         kv_dtype=DTYPES[config.kv_cache_dtype],
         capability=_capability(config),
     )

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from tokenspeed.attention.interface import AttentionBatch
 from tokenspeed.kernels.reference.attention import first_seen, visible
+from tokenspeed.kernels.reference.attention import paged_attention as reference_attention
 from tokenspeed.kernels.reference.pointwise import stored
 from tokenspeed.kernels.registry import Implementation, Need
 
@@ -102,8 +103,12 @@ def paged_attention(
     window: int | None,
     out_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
+    logit_cap: float | None = None,
 ) -> torch.Tensor:
-    """See `ops.PagedAttention`. Decode rows together, other requests one by one."""
+    """See `ops.PagedAttention`. Decode rows together, other requests one by one. torch's own attention knows no logit
+    cap, so capped logits are the reference's."""
+    if logit_cap is not None:
+        return reference_attention(q, keys, values, batch, scale, window, out_scale, sinks, logit_cap)
     out = _attend(q, keys, values, batch, scale, window, sinks)
     return out if out_scale == 1.0 else out.mul_(out_scale)
 

@@ -46,6 +46,7 @@ def paged_attention(
     window: int | None,
     out_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
+    logit_cap: float | None = None,
 ) -> torch.Tensor:
     """See `ops.PagedAttention`. Reads lengths from the device tensors, so the host twins are not needed."""
     num_heads, head_dim = q.shape[1], q.shape[2]
@@ -60,6 +61,8 @@ def paged_attention(
         k = gather_pages(keys, batch.page_table[request], seq_len, first).float().repeat_interleave(group, dim=1)
         v = gather_pages(values, batch.page_table[request], seq_len, first).float().repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * scale
+        if logit_cap is not None:
+            scores = logit_cap * torch.tanh(scores / logit_cap)
         seen = visible(end - start, seq_len - first, window).to(q.device)
         scores = scores.masked_fill(~seen, float("-inf"))
         if sinks is not None:

@@ -119,17 +119,18 @@ class PagedAttention:
         window: int | None,
         out_scale: float = 1.0,
         sinks: torch.Tensor | None = None,
+        logit_cap: float | None = None,
     ) -> torch.Tensor:
         if batch.num_tokens == batch.num_requests:
-            return self._decode(q, keys, values, batch, scale, window, out_scale, sinks)
+            return self._decode(q, keys, values, batch, scale, window, out_scale, sinks, logit_cap)
         max_query_len = batch.num_tokens if batch.query_lens_host is None else max(batch.query_lens_host)
-        if window is None and are_whole_prompts(batch):
+        if window is None and logit_cap is None and are_whole_prompts(batch):
             out = attend_whole_prompts(q, keys, values, batch, scale, sinks)
             if out is not None:
                 return out if out_scale == 1.0 else out.mul_(out_scale)
         return prefill_attention(
             q, keys, values, batch.page_table, batch.query_start, batch.seq_lens, max_query_len, scale, window,
-            sinks, out_scale=out_scale, is_padded=batch.query_lens_host is None,
+            sinks, logit_cap, out_scale=out_scale, is_padded=batch.query_lens_host is None,
         )  # fmt: skip
 
     def _decode(
@@ -142,6 +143,7 @@ class PagedAttention:
         window: int | None,
         out_scale: float,
         sinks: torch.Tensor | None,
+        logit_cap: float | None,
     ) -> torch.Tensor:
         num_requests, num_heads, head_dim = q.shape
         num_kv_heads = keys.shape[2]
@@ -158,6 +160,7 @@ class PagedAttention:
             tile,
             window,
             sinks,
+            logit_cap,
             pdl=self._pdl,
             out_scale=out_scale,
         )

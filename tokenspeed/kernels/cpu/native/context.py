@@ -125,16 +125,19 @@ class NativeContext:
         window: int | None,
         out_scale: float = 1.0,
         sinks: torch.Tensor | None = None,
+        logit_cap: float | None = None,
     ) -> torch.Tensor:
-        """See `ops.PagedAttention`. For decode and short chunks; many rows go to the next implementation."""
+        """See `ops.PagedAttention`. For decode and short chunks; many rows, and capped logits, go to the next
+        implementation."""
         rows, num_heads, head_dim = q.shape
         num_kv_heads = keys.shape[2]
         in_rows = q.stride(2) == 1 and q.stride(1) == head_dim and q.dtype == BF16
-        fits = head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM and rows * num_heads <= MAX_COUNTERS and out_scale == 1.0
+        fits = head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM and rows * num_heads <= MAX_COUNTERS
+        fits = fits and out_scale == 1.0 and logit_cap is None
         tape = self._tape()
         if not (in_rows and fits and _plain(keys, values)) or (tape is None and rows > MAX_ATTENTION_ROWS):
-            wants = f"bfloat16, head_dim a multiple of 16 up to {MAX_HEAD_DIM}"
-            given = (q, keys, values, batch, scale, window, out_scale, sinks)
+            wants = f"bfloat16, head_dim a multiple of 16 up to {MAX_HEAD_DIM}, no logit cap"
+            given = (q, keys, values, batch, scale, window, out_scale, sinks, logit_cap)
             return self._other("paged_attention", wants, *given)
         assert batch.query_start.dtype == batch.seq_lens.dtype == batch.page_table.dtype == torch.int32
         assert batch.page_table.stride(1) == 1, "pages of a request lie side by side"
