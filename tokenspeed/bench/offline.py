@@ -7,7 +7,6 @@ output token. Greedy, end-of-sequence ignored, prefix cache off, one unmeasured 
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import time
@@ -27,8 +26,9 @@ from tokenspeed.config.args import EngineArgs
 from tokenspeed.config.device import read_device_info
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.engine.llm import configure
+from tokenspeed.engine.run import RANK, ROLE
 from tokenspeed.observability.logs import configure_logging
-from tokenspeed.observability.startup import VARIABLE
+from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.errors import ConfigError, EngineDead
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,7 +45,8 @@ def run(argv: Sequence[str]) -> int:
     """
     own, wishes, given = parse_offline(argv)
     configure_logging(_log_level(wishes, given), "bench")
-    config, args = _configuration(own, wishes, given)
+    with startup_phase("model.config", rank=RANK, role=ROLE):
+        config, args = _configuration(own, wishes, given)
     prefill = args.prefill or ()
     engine = OfflineEngine(config)
     try:
@@ -92,9 +93,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _log_level(wishes: EngineArgs, given: frozenset[str]) -> str:
-    """Quiet, unless asked; the records of TOKENSPEED_STARTUP_TIMING=1 are of level info."""
+    """Quiet, unless asked."""
     if "log_level" not in given:
-        return "info" if os.environ.get(VARIABLE) == "1" else "warning"
+        return "warning"
     return "warning" if wishes.log_level == "warn" else wishes.log_level
 
 

@@ -23,6 +23,7 @@ from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.model import read_model_config
 from tokenspeed.config.resolve import LONGER_CONTEXT_VARIABLE, resolve
 from tokenspeed.config.server import ServerConfig
+from tokenspeed.engine.run import RANK, ROLE
 from tokenspeed.observability.logs import configure_logging
 from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.errors import ConfigError
@@ -44,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     level = "warning" if args.log_level == "warn" else args.log_level
     configure_logging(level, "server")
     args = replace(args, chat_template=_template_text(args.chat_template))
-    with startup_phase("model.config"):
+    with startup_phase("model.config", rank=RANK, role=ROLE):
         checkpoint = _find(args)
         model = read_model_config(checkpoint, args.hf_overrides or {})
         engine, server = resolve(

@@ -30,7 +30,9 @@ from tokenspeed.engine.client import AsyncEngineClient
 from tokenspeed.engine.connect import start_local_engine
 from tokenspeed.engine.interface import GenerationRequest
 from tokenspeed.engine.outputs import CompletionOutput, RequestOutput
+from tokenspeed.engine.run import RANK, ROLE
 from tokenspeed.grammar.spec import one_of, pick
+from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.errors import ConfigError, EngineDead
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
@@ -67,7 +69,8 @@ class LLM:
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
         _refuse_foreign(options)
         args = EngineArgs(model=model, **options)
-        config = configure(args)
+        with startup_phase("model.config", rank=RANK, role=ROLE):
+            config = configure(args)
         self._num_requests = 0
         self._is_closed = False
         self._lock = threading.Lock()

@@ -15,6 +15,7 @@ from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.engine.channel import EngineEnd
 from tokenspeed.engine.core import EngineCore
+from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.errors import CheckpointError, ConfigError
 from tokenspeed.protocol.messages import Fatal, Ready
 from tokenspeed.runner.interface import Runner
@@ -23,6 +24,9 @@ from tokenspeed.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 WARM_IDLE_S = 1.0
+
+RANK, ROLE = 0, "target"
+"""Of the startup records: there is one rank, and no draft model."""
 
 EXIT_OK = 0
 EXIT_FAILED = 1  # a bug or a dead device; the log has the traceback
@@ -48,20 +52,10 @@ def run_engine(
     """
     runner: Runner | None = None
     try:
-        runner = build(config)
-        runner.capture()
-        scheduler = _scheduler(config, runner.groups)
-        # On a CPU, opening the grammar library would take cores from the model: it waits until there is nothing to do.
-        warm_idle_s = WARM_IDLE_S if config.device == "cpu" else 0.0
-        core = EngineCore(
-            channel,
-            scheduler,
-            runner,
-            enable_overlap=config.enable_overlap,
-            parent_pid=parent_pid,
-            warm_idle_s=warm_idle_s,
-            decode_log_interval=config.decode_log_interval,
-        )
+        with startup_phase("scheduler.init", rank=RANK, role=ROLE):
+            runner = build(config)
+            runner.capture()
+            core = _core(channel, config, runner, parent_pid)
         channel.send(_ready(config, runner))
         core.run()
         return EXIT_OK
@@ -79,6 +73,19 @@ def run_engine(
         if runner is not None:
             runner.close()
         channel.close()
+
+
+def _core(channel: EngineEnd, config: EngineConfig, runner: Runner, parent_pid: int | None) -> EngineCore:
+    return EngineCore(
+        channel,
+        _scheduler(config, runner.groups),
+        runner,
+        enable_overlap=config.enable_overlap,
+        parent_pid=parent_pid,
+        # On a CPU, opening the grammar library would take cores from the model: it waits until there is nothing to do.
+        warm_idle_s=WARM_IDLE_S if config.device == "cpu" else 0.0,
+        decode_log_interval=config.decode_log_interval,
+    )
 
 
 def _scheduler(config: EngineConfig, groups: list[GroupSpec]) -> Scheduler:

@@ -1,9 +1,10 @@
 """Where the time of a start goes: one log line at each phase's start and end, when TOKENSPEED_STARTUP_TIMING=1.
 
 Record: the word `startup_timing`, then compact JSON with phase, pid, rank, role, span_id, parent_id, event and
-wall_time_ns; the end adds duration_s, status (ok, error), error_type, and what Triton compiled meanwhile in this
-process (triton_compiles, triton_compile_s; null where nobody counts). Phases nest by context and overlap between
-processes: never add them up. Host time only. When off, no clock is read.
+wall_time_ns. Rank and role (target, draft) are those of the part of the engine that the phase belongs to, null where it
+belongs to none (the tokenizer). The end adds duration_s, status (ok, error), error_type, and what Triton compiled
+meanwhile in this process (triton_compiles, triton_compile_s; null where nobody counts). Phases nest by context and
+overlap between processes: never add them up. Host time only. When off, no clock is read.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Any
 
 VARIABLE = "TOKENSPEED_STARTUP_TIMING"
 
-logger = logging.getLogger("tokenspeed.startup")
+LOGGER = "tokenspeed.startup"
+
+logger = logging.getLogger(LOGGER)
 
 _span_ids = itertools.count(1)
 

@@ -51,4 +51,5 @@ def build_cpu_runner(config: EngineConfig) -> ModelRunner:
     profile = cache_profile(groups, config.max_model_len, config.max_num_batched_tokens)
     loaded = replace(loaded, report=[grammar_report, *loaded.report, profile.described()])
     limits = Limits(config.max_num_seqs, config.max_model_len, config.model.vocab_size)
-    return ModelRunner(loaded, groups, limits, config.enforce_eager, grammars)
+    with startup_phase("executor.init"):
+        return ModelRunner(loaded, groups, limits, config.enforce_eager, grammars)

@@ -56,7 +56,8 @@ def build_cuda_runner(config: EngineConfig) -> CudaModelRunner:
     )
     profile = cache_profile(groups, config.max_model_len, budget)
     loaded = replace(loaded, report=[grammar_report, compile_report, *loaded.report, profile.described()])
-    return _runner(config, loaded, groups, graphs, grammars)
+    with startup_phase("executor.init"):
+        return _runner(config, loaded, groups, graphs, grammars)
 
 
 def _nothing_to_watch() -> None:

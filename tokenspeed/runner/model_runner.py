@@ -100,7 +100,9 @@ class ModelRunner:
 
     def capture(self) -> None:
         with startup_phase("graph.capture"):
-            self.report.append(self._thread.submit(self._warm_up).result())
+            self.report.append(self._thread.submit(self._record).result())
+        with startup_phase("kernels.warm_up"):
+            self._thread.submit(self._warm_up).result()
 
     def close(self) -> None:
         self._thread.submit(self._profiler.close)
@@ -108,12 +110,14 @@ class ModelRunner:
         if self.grammars is not None:
             self.grammars.close()
 
-    def _warm_up(self) -> str:
-        """Record the graphs, then run a prompt and a decode on the scratch page, so that no request pays for the first
-        use of a kernel. Returns a line for the log."""
-        report = "step graphs: none, every step runs eagerly"
-        if self._graphs is not None:
-            report = self._graphs.capture(min(MAX_GRAPH_ROWS, self._limits.max_num_seqs, self._decode_rows))
+    def _record(self) -> str:
+        """Record the graphs. Returns a line for the log."""
+        if self._graphs is None:
+            return "step graphs: none, every step runs eagerly"
+        return self._graphs.capture(min(MAX_GRAPH_ROWS, self._limits.max_num_seqs, self._decode_rows))
+
+    def _warm_up(self) -> None:
+        """Run a prompt and a decode on the scratch page, so that no request pays for the first use of a kernel."""
         num_tokens = min(_WARM_UP_TOKENS, self._limits.max_model_len - 1)
         sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
         # An admission without pages: all page tables of a fresh slot name the scratch page.
@@ -121,7 +125,6 @@ class ModelRunner:
         admission = Admission(0, "warm-up", 0, [0] * num_tokens, num_tokens, no_pages, sampling)
         self._step(StepPlan(-2, [admission], [Row(0, 0, num_tokens, no_pages, True, False)], num_tokens))
         self._step(StepPlan(-1, [], [Row(0, num_tokens, 1, no_pages, True, True)], 1))
-        return report
 
     def _profiled_step(self, plan: StepPlan) -> StepResult:
         with self._profiler.step(plan.step_id):
