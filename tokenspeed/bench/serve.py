@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from tokenspeed.bench.http_client import RequestResult, find_model, open_session
 from tokenspeed.bench.load import run_load
 from tokenspeed.bench.serve_args import ServeArgs, parse_serve, read_timeouts
 from tokenspeed.bench.serve_report import as_json, details, save, show
+from tokenspeed.bench.server_profile import Trace, profiled
 from tokenspeed.bench.sessions import Conversation, Piece, Session
 from tokenspeed.bench.stats import summarize
 from tokenspeed.protocol.errors import ConfigError
@@ -55,27 +56,47 @@ async def _run(args: ServeArgs) -> int:
         if warmups:
             await run_load(warmups, [0.0] * len(warmups), sender.send, sender.answer, args.max_concurrency, _nothing)
         arrivals = _arrivals(args, len(sessions))
-        try:
-            with _progress(args, sum(len(session.turns) for session in sessions)) as advance:
-                async with asyncio.timeout(total_s):
-                    started_s = time.perf_counter()
-                    results = await run_load(
-                        sessions, arrivals, sender.send, sender.answer, args.max_concurrency, advance
-                    )
-                    duration_s = time.perf_counter() - started_s
-        except TimeoutError as error:
-            raise ConfigError(
-                f"the run did not end within {total_s:g} s; lower --num-prompts or raise "
-                "TOKENSPEED_BENCH_TOTAL_TIMEOUT_SEC"
-            ) from error
+        async with _profile(http, args) as trace:
+            results, duration_s = await _measure(args, sessions, arrivals, sender, total_s)
     summary = summarize(results, duration_s, args.metric_percentiles, args.goodput_ms)
     result = as_json(args, name, summary)
+    if trace is not None:
+        if trace.error is None:
+            print(f"profiled; trace on the server: {trace.file or 'where it keeps them'}")
+        result |= {"profile_file": trace.file, "profile_error": trace.error}
     show(args, name, summary)
     if args.save_result or args.append_result:
         path = save(args, result | (details(results) if args.save_detailed else {}))
         print(f"saved to {path}")
     print(json.dumps(result), flush=True)
     return EXIT_OK if summary.completed else EXIT_ALL_FAILED
+
+
+async def _measure(
+    args: ServeArgs, sessions: list[Session], arrivals: list[float], sender: Sender, total_s: float
+) -> tuple[list[RequestResult], float]:
+    """The results, and the seconds from the first request on.
+
+    Raises:
+        ConfigError: it takes longer than `total_s`.
+    """
+    try:
+        with _progress(args, sum(len(session.turns) for session in sessions)) as advance:
+            async with asyncio.timeout(total_s):
+                started_s = time.perf_counter()
+                results = await run_load(sessions, arrivals, sender.send, sender.answer, args.max_concurrency, advance)
+                return results, time.perf_counter() - started_s
+    except TimeoutError as error:
+        raise ConfigError(
+            f"the run did not end within {total_s:g} s; lower --num-prompts or raise TOKENSPEED_BENCH_TOTAL_TIMEOUT_SEC"
+        ) from error
+
+
+def _profile(http: aiohttp.ClientSession, args: ServeArgs) -> AbstractAsyncContextManager[Trace | None]:
+    """Around the measured load; None unless `--profile` was given."""
+    if not args.profile:
+        return nullcontext()
+    return profiled(http, args.url, num_steps=args.profile_num_steps, activities=args.profile_activities)
 
 
 class Sender:

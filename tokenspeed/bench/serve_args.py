@@ -22,16 +22,13 @@ from tokenspeed.protocol.errors import ConfigError
 PROG = "tokenspeed bench serve"
 _ABOUT = "Sends a load to an OpenAI-compatible server and reports latencies and throughput; the last line is JSON."
 
-DATA, TARGET, LOAD, REQUEST, OUTPUT = "Data", "Target", "Load", "Request", "Output"
+DATA, TARGET, LOAD, REQUEST, PROFILE, OUTPUT = "Data", "Target", "Load", "Request", "Profile", "Output"
 DATASETS = ("random", "sharegpt", "sharegpt-shaped", "multi-turn")
 BACKENDS = ("openai", "openai-chat", "tokenspeed")
 ENDPOINTS = {"openai": "/v1/completions", "tokenspeed": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
-_PROFILER = "POST /start_profile before the run and /stop_profile after it"
+_NO_ACTIVITY = "servers' torch profilers record CPU and GPU"
 REFUSED = {
-    "--profile": _PROFILER,
-    "--profile-num-steps": _PROFILER,
-    "--profile-activities": _PROFILER,
     "--apply-chat-template": "use --backend openai-chat, with which the server applies the model's template",
 }
 
@@ -167,6 +164,16 @@ class ServeArgs:
                                   "(header X-Request-Id).", metavar="TEXT")
     label: str | None = flag(None, "--label", REQUEST, "Name of the run in the results.", metavar="TEXT")
 
+    profile: bool = flag(False, "--profile", PROFILE, "Have the server profile the measured load (/start_profile, "
+                         "/stop_profile). The latencies are then those of a profiled server.", kind="on")
+    profile_num_steps: int | None = flag(None, "--profile-num-steps", PROFILE, "Engine steps after which the profile "
+                                         "ends.", parse=integer, metavar="N", at_least=1, at_most=1_000_000,
+                                         default_text="the whole load")
+    profile_activities: tuple[str, ...] = flag((), "--profile-activities", PROFILE, "What is recorded.", kind="values",
+                                               choices=("CPU", "GPU"), default_text="what the server usually records",
+                                               refused_choices=dict.fromkeys(
+                                                   ("MEM", "CUDA_PROFILER", "VIZTRACER", "PROTON"), _NO_ACTIVITY))
+
     goodput: tuple[str, ...] = flag((), "--goodput", OUTPUT, "Limits in ms that a good request keeps: ttft, tpot, "
                                     "e2el.", kind="values", metavar="KEY:MS")
     percentile_metrics: tuple[str, ...] = flag(METRICS, "--percentile-metrics", OUTPUT, "Latencies that are shown.",
@@ -251,6 +258,9 @@ def _check_pairs(args: ServeArgs, values: dict[str, Any]) -> None:
     for needed, asking in (("ramp_up_start_rps", "ramp_up_strategy"), ("ramp_up_end_rps", "ramp_up_strategy")):
         if (needed in values) != (asking in values):
             raise ConfigError("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps go together; give all")
+    for name in ("profile_num_steps", "profile_activities"):
+        if name in values and not args.profile:
+            raise ConfigError(f"{_spelled(name)} has no effect without --profile")
     if args.dataset_name == "sharegpt" and args.dataset_path is None:
         raise ConfigError("--dataset-name sharegpt needs --dataset-path with its JSON file (or use sharegpt-shaped)")
     if not (args.save_result or args.append_result):
