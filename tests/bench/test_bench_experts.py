@@ -95,7 +95,7 @@ def test_plans_reach_to_the_middle() -> None:
     for format in ("dense", "mxfp4", "fp8_block"):
         shape = ExpertShape(format, 32, 4, 2880, 2880)
         sizes = {size for tokens in (1, 32, 100, 256, 1000, 8192) for size in block_ms(shape, tokens)}
-        assert sizes == {16, 32, 64, 128}
+        assert sizes == {16, 32, 64, 128} | ({8} if format == "mxfp4" else set())
         for size in sizes:
             for is_up in (True, False):
                 tiles = list(tile_candidates(format, size, is_up))

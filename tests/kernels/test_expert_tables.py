@@ -12,11 +12,14 @@ from kernel_device import DEVICE
 
 from tokenspeed.kernels.triton.moe_experts import TritonExpertKernels
 from tokenspeed.kernels.triton.moe_grouped import GroupedTile
+from tokenspeed.kernels.triton.moe_mxfp4_mma import MmaTile
 from tokenspeed.kernels.triton.moe_plans import (
+    MMA_PAIRS,
     NO_LIMIT,
     ExpertPlan,
     ExpertShape,
     ExpertTable,
+    MmaTiles,
     ShapePlans,
     choose,
     heuristic_plans,
@@ -31,7 +34,9 @@ PLANS = (
     ExpertPlan(NO_LIMIT, False, 32, GroupedTile(32, 32, 1, 2, 4), GroupedTile(64, 64, 3, 2, 4)),
 )
 SHAPE = ExpertShape("dense", 4, 2, 64, 32)
-TABLE = ExpertTable("a GPU", "a test", (ShapePlans(SHAPE, PLANS),))
+MXFP4_SHAPE = ExpertShape("mxfp4", 4, 2, 64, 32)
+MMA_ONLY = (ExpertPlan(NO_LIMIT, block_m=8, mma=MmaTiles(MmaTile(64, 2), MmaTile(128, unroll=True))),)
+TABLE = ExpertTable("a GPU", "a test", (ShapePlans(SHAPE, PLANS), ShapePlans(MXFP4_SHAPE, MMA_ONLY)))
 
 
 def need_of(num_experts: int, dtype: torch.dtype = torch.bfloat16) -> MoeNeed:
@@ -45,7 +50,7 @@ def plans_of(kernels: TritonExpertKernels, need: MoeNeed) -> tuple[ExpertPlan, .
 
 
 def test_a_shape_of_the_table_gets_its_plans(caplog: pytest.LogCaptureFixture) -> None:
-    kernels = TritonExpertKernels(DEVICE, False, TABLE, SHARED_BYTES, "a GPU")
+    kernels = TritonExpertKernels(DEVICE, False, TABLE, SHARED_BYTES, "a GPU", None)
     with caplog.at_level(logging.INFO):
         assert plans_of(kernels, need_of(4)) == plans_of(kernels, need_of(4)) == PLANS
     assert [record.message for record in caplog.records] == ["expert kernels: tiles measured on a GPU (a test)"]
@@ -56,7 +61,7 @@ def test_a_shape_of_the_table_gets_its_plans(caplog: pytest.LogCaptureFixture) -
 def test_another_shape_gets_the_heuristic_and_the_log_says_so(
     table: ExpertTable | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernels = TritonExpertKernels(DEVICE, False, table, SHARED_BYTES, "a GPU")
+    kernels = TritonExpertKernels(DEVICE, False, table, SHARED_BYTES, "a GPU", None)
     with caplog.at_level(logging.INFO):
         plans = plans_of(kernels, need_of(6))
     assert plans == heuristic_plans(ExpertShape("dense", 6, 2, 64, 32), True, SHARED_BYTES, False)
@@ -65,8 +70,40 @@ def test_another_shape_gets_the_heuristic_and_the_log_says_so(
 
 
 def test_float32_is_not_what_was_measured() -> None:
-    kernels = TritonExpertKernels(DEVICE, False, TABLE, SHARED_BYTES, "a GPU")
+    kernels = TritonExpertKernels(DEVICE, False, TABLE, SHARED_BYTES, "a GPU", None)
     assert plans_of(kernels, need_of(4, torch.float32)) == heuristic_plans(SHAPE, True, SHARED_BYTES, True)
+
+
+def mxfp4_plans(kernels: TritonExpertKernels, dtype: torch.dtype = torch.bfloat16) -> tuple[ExpertPlan, ...]:
+    codes = [torch.zeros(4, 64, width, dtype=torch.uint8, device=DEVICE) for width in (32, 16)]
+    scales = [torch.zeros(4, 64, width, dtype=torch.uint8, device=DEVICE) for width in (2, 1)]
+    need = MoeNeed("cuda", dtype, 4, 2, 64, 32, "mxfp4", False, Activation(7.0))
+    return kernels.pack(ExpertWeights("mxfp4", *codes, *scales), need).plans
+
+
+def test_mxfp4_goes_to_fp8_tensor_cores_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    """And otherwise by the other kernels, whatever the table says; the log names the reason."""
+    with caplog.at_level(logging.INFO):
+        kernels = TritonExpertKernels(DEVICE, False, TABLE, SHARED_BYTES, "a GPU", None)
+        assert mxfp4_plans(kernels) == MMA_ONLY
+        kernels = TritonExpertKernels(DEVICE, False, None, SHARED_BYTES, "a GPU", None)
+        assert all(plan.mma or plan.widen for plan in mxfp4_plans(kernels))
+        assert not any("plain arithmetic" in record.message for record in caplog.records)
+        kernels = TritonExpertKernels(DEVICE, False, TABLE, SHARED_BYTES, "a GPU", "it is too old")
+        assert mxfp4_plans(kernels) == heuristic_plans(MXFP4_SHAPE, False, SHARED_BYTES, False)
+        assert any("plain arithmetic" in line.message and "too old" in line.message for line in caplog.records)
+    kernels = TritonExpertKernels(DEVICE, False, TABLE, SHARED_BYTES, "a GPU", None)
+    assert mxfp4_plans(kernels, torch.float32) == heuristic_plans(MXFP4_SHAPE, False, SHARED_BYTES, True)
+    assert not any(plan.mma for plan in heuristic_plans(MXFP4_SHAPE, False, SHARED_BYTES, False))
+
+
+@pytest.mark.parametrize(("num_experts", "widens"), [(32, True), (128, False)])
+def test_large_prompts_are_widened_where_that_takes_little_memory(num_experts: int, widens: bool) -> None:
+    shape = ExpertShape("mxfp4", num_experts, 4, 2880, 2880)
+    plans = heuristic_plans(shape, False, SHARED_BYTES, False, True)
+    assert [plan.widen for plan in plans] == [False] * (len(plans) - 1) + [widens]
+    assert choose(plans, MMA_PAIRS * num_experts // 4).mma is not None
+    assert choose(plans, 1).block_m == 8 and choose(plans, num_experts * 8).block_m == 32
 
 
 def test_a_table_comes_back_from_its_file() -> None:

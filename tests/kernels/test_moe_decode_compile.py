@@ -1,7 +1,6 @@
 """The expert and router kernels of a decode step compile for GPUs, PDL included; no GPU is needed for that.
 
-The interpreter takes what the compiler refuses. And the MXFP4 kernels are only fast while the compiler keeps words,
-scales and x in the registers of the threads that use them: a layout that goes through shared memory shows in its size.
+The interpreter takes what the compiler refuses.
 """
 
 from __future__ import annotations
@@ -17,43 +16,39 @@ from triton.compiler import ASTSource
 from tokenspeed.kernels.triton import moe_gemv, moe_route
 
 
-def shared(kernel, kinds, sizes, num_warps=4):
+def build(kernel, kinds, sizes, num_warps=4):
     names = kernel.arg_names
     signature = {name: "constexpr" if name in sizes else kinds[name] for name in names}
     values = {(names.index(name),): value for name, value in sizes.items()}
     aligned = {
         (names.index(name),): [["tt.divisibility", 16]]
         for name in names
-        if signature[name].startswith("*") and name != "scale_ptr"
+        if signature[name].startswith("*")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
     options = {"num_warps": num_warps, "launch_pdl": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert "cubin" in compiled.asm
-    return compiled.metadata.shared
 
 
-half, wide, whole, pairs = "*bf16", "*fp32", "*i32", "*i64"
-common = dict(scale_ptr=whole, bias_ptr=half, ids_ptr=whole, weights_ptr=wide, limit="fp32", alpha="fp32")
-sizes = dict(TOP_K=4, BLOCK_N=32, BLOCK_K=512, MXFP4=True, HAS_BIAS=True, PDL=True)
-kinds = dict(common, x_ptr=whole, w_ptr=whole, h_ptr=wide)
-gate_up = dict(sizes, NUM_ROWS=5760, K=2880, X_KIND="bfloat16", CLAMPED=True)
-assert shared(moe_gemv._gate_up_kernel, kinds, gate_up) <= 512
-down = dict(sizes, NUM_ROWS=2880, K=2880, X_KIND="float32", SPLIT=4, ADD=True)
-kinds = dict(common, h_ptr=pairs, w_ptr=whole, out_ptr=half, partial_ptr=wide, counter_ptr=whole)
-assert shared(moe_gemv._down_kernel, kinds, down) <= 512
-dense = dict(sizes, NUM_ROWS=1536, K=2048, BLOCK_N=8, X_KIND="bfloat16", MXFP4=False, scale_ptr=None, CLAMPED=False)
-shared(moe_gemv._gate_up_kernel, dict(common, x_ptr=half, w_ptr=half, h_ptr=wide), dense)
+half, wide, whole = "*bf16", "*fp32", "*i32"
+common = dict(bias_ptr=half, ids_ptr=whole, weights_ptr=wide, limit="fp32", alpha="fp32")
+sizes = dict(TOP_K=4, BLOCK_K=1024, HAS_BIAS=True, PDL=True)
+gate_up = dict(sizes, NUM_ROWS=1536, K=2048, BLOCK_N=4, CLAMPED=False)
+build(moe_gemv._gate_up_kernel, dict(common, x_ptr=half, w_ptr=half, h_ptr=wide), gate_up)
+down = dict(sizes, NUM_ROWS=2048, K=768, BLOCK_N=8, SPLIT=4, ADD=True)
+kinds = dict(common, h_ptr=wide, w_ptr=half, out_ptr=half, partial_ptr=wide, counter_ptr=whole)
+build(moe_gemv._down_kernel, kinds, down)
 
 kinds = dict(
     x_ptr=half, norm_ptr=half, w_ptr=half, bias_ptr=half, y_ptr=half, scores_ptr=wide, counter_ptr=whole,
     ids_ptr=whole, weights_ptr=wide, parts_ptr=wide, eps="fp32", num_tokens="i32",
 )
 rule = dict(E=128, TOP_K=8, OF_ALL=True, HAS_BIAS=True, PDL=True, BLOCK_E=128)
-shared(moe_route._fused_kernel, kinds, dict(rule, H=2880, OWN_E=1, BLOCK_H=4096, HAS_NORM=True))
-shared(moe_route._pick_kernel, kinds, dict(rule, SPLIT=4), num_warps=1)
+build(moe_route._fused_kernel, kinds, dict(rule, H=2880, OWN_E=1, BLOCK_H=4096, HAS_NORM=True))
+build(moe_route._pick_kernel, kinds, dict(rule, SPLIT=4), num_warps=1)
 tile = dict(H=2880, E=128, SPLIT=4, BLOCK_T=16, BLOCK_E=64, BLOCK_H=64, STAGES=4, PDL=True)
-shared(moe_route._scores_kernel, kinds, tile)
+build(moe_route._scores_kernel, kinds, tile)
 print("compiled")
 """
 

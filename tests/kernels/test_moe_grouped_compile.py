@@ -1,7 +1,7 @@
 """The kernels of grouped experts compile for GPUs with the tiles that are in use; no GPU is needed for that.
 
-Also what was hard to get: MXFP4 reaches the tensor cores without a way through shared memory, small tiles do not
-spill, and no product waits for the one before.
+Also what was hard to get: small tiles do not spill, no product waits for the one before, and MXFP4 on FP8 tensor cores
+takes few instructions a weight.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
-from tokenspeed.kernels.triton import moe_align, moe_grouped, moe_widen
+from triton.experimental.gluon._runtime import GluonASTSource
+from tokenspeed.kernels.triton import moe_align, moe_grouped, moe_mxfp4_mma, moe_widen
 from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix, GroupedTile, grouped_constants
+from tokenspeed.kernels.triton.moe_mxfp4_mma import mma_constants
 from tokenspeed.kernels.triton.moe_plans import ExpertShape, heuristic_plans
 from tokenspeed.moe.interface import Activation
 
 CAPABILITY = int(sys.argv[1])
 HOPPER = CAPABILITY >= 90
-POINTERS = {"mxfp4": ("*i16", "*i32"), "dense": ("*bf16", "*fp32"), "fp8_block": ("*fp8e4nv", "*fp32")}
+POINTERS = {"mxfp4": ("*u8", "*i32"), "dense": ("*bf16", "*fp32"), "fp8_block": ("*fp8e4nv", "*fp32")}
 
 
-def build(kernel, constants, kinds, num_warps):
+def build(kernel, constants, kinds, num_warps, source_of=ASTSource):
     signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in kernel.arg_names}
     constexprs = {(kernel.arg_names.index(n),): v for n, v in constants.items()}
     attrs = {
         (place,): [["tt.divisibility", 16]]
         for place, n in enumerate(kernel.arg_names) if signature[n].startswith("*")
     }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    source = source_of(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     return triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options={"num_warps": num_warps})
 
 
@@ -57,22 +59,40 @@ def grouped(format, rows, width, block_m, tile, is_up):
     if format == "dense":
         constants["scale_ptr"] = None
     built = build(moe_grouped._grouped_kernel, constants, kinds, tile.num_warps)
-    text = built.asm["ttgir"]
-    loop = text[text.index("scf.for") : text.index("scf.yield")]
-    if HOPPER:
+    if HOPPER and format != "mxfp4":
         assert "wgmma.mma_async" in built.asm["ptx"]
-        if format == "mxfp4":
-            assert "local_store" not in loop and "convert_layout" not in loop, loop
-            assert "tt.load" not in loop, loop
-        with open(sys.argv[2], "w") as file:
-            file.write(built.asm["ptx"])
-        command = [get_ptxas(90).path, "-v", "-arch=sm_90a", sys.argv[2], "-o", sys.argv[2] + ".cubin"]
-        notes = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        notes = ptxas_notes(built.asm["ptx"])
         # Some ptxas give the largest tile a few registers too few.
         assert int(re.search("([0-9]+) bytes spill stores", notes)[1]) <= (128 if block_m == 128 else 0), notes
         # fp8_block adds each product to the sum itself.
         assert format == "fp8_block" or "serialized" not in notes, notes
     assert built.metadata.shared <= (227 if HOPPER else 163) * 1024
+
+
+def ptxas_notes(ptx):
+    with open(sys.argv[2], "w") as file:
+        file.write(ptx)
+    command = [get_ptxas(90).path, "-v", "-arch=sm_90a", sys.argv[2], "-o", sys.argv[2] + ".cubin"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def mma(block_m, tile, activation, is_up):
+    matrix = ExpertMatrix("mxfp4", None, None, 1, 5760 if is_up else 2880, 2880)
+    constants = mma_constants(matrix, block_m, 4, activation, is_up, tile)
+    has_scale = constants["H_SCALE"] > 0
+    kinds = {
+        "high_ptr": "*fp8e4nv", "low_ptr": "*fp8e5", "inverse_ptr": "*fp32", "w_ptr": "*u8", "scale_ptr": "*i32",
+        "bias_ptr": "*bf16", "pairs_ptr": "*i32", "tiles_ptr": "*i32", "route_ptr": "*fp32", "y_low_ptr": "*fp8e5",
+        "y_ptr": ("*fp8e4nv" if has_scale else "*bf16") if is_up else "*fp32",
+    }
+    built = build(moe_mxfp4_mma.product_kernel, constants, kinds, tile.num_warps, GluonASTSource)
+    ptx = built.asm["ptx"]
+    notes = ptxas_notes(ptx)
+    assert int(re.search("([0-9]+) bytes spill stores", notes)[1]) <= (64 if block_m == 64 else 0), notes
+    assert "serialized" not in notes, notes
+    assert "wgmma.mma_async.sync.aligned.m64n" in ptx and "f32.e4m3.e5m2" in ptx and "f32.e4m3.e4m3" in ptx
+    assert "cvt.rn.satfinite.e5m2x2" not in ptx, "see moe_mxfp4_mma.split_low"
+    assert built.metadata.shared <= 227 * 1024
 
 
 shared = (227 if HOPPER else 163) * 1024
@@ -84,10 +104,18 @@ for format, places in {"mxfp4": (0, 1, 3) if HOPPER else (0,), "dense": (0, -1),
         grouped(format, 5760, 2880, plans[place].block_m, plans[place].gate_up, True)
 grouped("mxfp4", 2880, 2880, 16, GroupedTile(64, 128, 2, 4, 4), False)
 if HOPPER:
+    assert moe_mxfp4_mma.NO_GLUON is None
+    clamped, swiglu = Activation(7.0, 1.702), Activation()
+    for plan in heuristic_plans(ExpertShape("mxfp4", 32, 4, 2880, 2880), False, shared, False, True)[::2]:
+        if plan.mma:
+            mma(plan.block_m, plan.mma.gate_up, clamped, True)
+            mma(plan.block_m, plan.mma.down, clamped, False)
+    for is_up in (True, False):
+        mma(32, moe_mxfp4_mma.MmaTile(), swiglu, is_up)
     # MXFP4 that was widened.
     grouped("dense", 2880, 2880, 128, GroupedTile(256, 64, 1, 4, 8, 8, tma=True), False)
-wide = {"N": 2880, "K": 2880, "BLOCK_N": moe_widen.BLOCK_N, "PTX": HOPPER, "PDL": HOPPER}
-built = build(moe_widen._widen_kernel, wide, {"codes_ptr": "*i16", "scales_ptr": "*i32", "wide_ptr": "*bf16"}, 4)
+wide = {"N": 2880, "K": 2880, "BLOCK_N": moe_widen.BLOCK_N, "PDL": HOPPER}
+built = build(moe_widen._widen_kernel, wide, {"codes_ptr": "*u8", "scales_ptr": "*i32", "wide_ptr": "*bf16"}, 4)
 assert "st.global.v4" in built.asm["ptx"] and "ld.global.v4" in built.asm["ptx"]
 
 ints = {n: "*i32" for n in ("ids_ptr", "pairs_ptr", "tiles_ptr", "counts_ptr", "starts_ptr")}
@@ -99,6 +127,14 @@ for name, constants in (
     ("_place_kernel", {"BLOCK": 256, "STEP": 64, "E_BLOCK": 128, "PDL": HOPPER}),
 ):
     build(getattr(moe_align, name), constants, ints, 4 if "small" in name else 8)
+if HOPPER:
+    split = {"K": 2880, "BLOCK": 4096, "PDL": True}
+    kinds = dict(ints, x_ptr="*bf16", high_ptr="*fp8e4nv", low_ptr="*fp8e5", inverse_ptr="*fp32")
+    for kernel, constants in (
+        (moe_mxfp4_mma._split_kernel, split), (moe_mxfp4_mma._prepare_kernel, dict(align, **split))
+    ):
+        ptx = build(kernel, constants, kinds, 4).asm["ptx"]
+        assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "cvt.rn.satfinite.e5m2x2" not in ptx
 build(
     moe_grouped._combine_kernel,
     {"H": 2880, "TOP_K": 4, "SPLIT_K": 2, "BLOCK": 1024, "HAS_RESIDUAL": True, "PDL": HOPPER},

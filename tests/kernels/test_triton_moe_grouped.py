@@ -5,24 +5,32 @@ On a GPU in bfloat16 and also at the shapes of GPT-OSS and Qwen3 MoE; elsewhere 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import resources
 
 import pytest
 import torch
+from expert_layers import (
+    CLAMPED,
+    HOPPER,
+    SWIGLU,
+    error,
+    ids_like,
+    kernels,
+    layer,
+    matrix_and_truth,
+    need_of,
+    truth_of,
+)
 from kernel_device import DEVICE, KIND, ON_GPU
 
 from tokenspeed.kernels.triton.moe_align import MAX_SMALL_PAIRS, group_pairs
-from tokenspeed.kernels.triton.moe_experts import TritonExpertKernels, TritonExperts
 from tokenspeed.kernels.triton.moe_grouped import (
     ExpertMatrix,
     GroupedTile,
     combine,
-    expert_matrix,
     grouped_down,
     grouped_gate_up,
 )
-from tokenspeed.kernels.triton.moe_mxfp4 import pack_mxfp4
 from tokenspeed.kernels.triton.moe_plans import (
     NO_LIMIT,
     ExpertPlan,
@@ -34,30 +42,13 @@ from tokenspeed.kernels.triton.moe_plans import (
     table_name,
 )
 from tokenspeed.kernels.triton.moe_widen import WideScratch, num_values, widen
-from tokenspeed.moe.interface import Activation, ExpertFormat, ExpertWeights, MoeNeed, Routing
-from tokenspeed.protocol.errors import CheckpointError
+from tokenspeed.moe.interface import Activation, ExpertFormat, Routing
 
-HOPPER = ON_GPU and torch.cuda.get_device_capability() >= (9, 0)
 BOUND = 1e-2 if torch.bfloat16 == KIND else 4e-6
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
-SWIGLU, CLAMPED = Activation(), Activation(limit=7.0, alpha=1.702)
 FORMATS: tuple[ExpertFormat, ...] = ("dense", "mxfp4", "fp8_block")
 
 
-def error(ours: torch.Tensor, truth: torch.Tensor) -> float:
-    assert ours.shape == truth.shape
-    return float((ours.double() - truth).norm() / truth.norm().clamp(min=1e-30))
-
-
 # ---- grouping -------------------------------------------------------------------------------------------------------
-
-
-def ids_like(num_tokens: int, top_k: int, num_experts: int, how: str) -> torch.Tensor:
-    if how == "one":
-        return torch.full((num_tokens, top_k), num_experts - 1, dtype=torch.int32, device=DEVICE)
-    if how == "few":
-        return torch.randint(0, max(1, num_experts // 4), (num_tokens, top_k), dtype=torch.int32, device=DEVICE)
-    return torch.rand(num_tokens, num_experts, device=DEVICE).topk(top_k, dim=1).indices.to(torch.int32)
 
 
 @pytest.mark.parametrize("how", ["any", "few", "one"])
@@ -97,92 +88,7 @@ def test_both_paths_of_grouping_are_tested() -> None:
     assert 256 * 4 == MAX_SMALL_PAIRS < 257 * 4
 
 
-# ---- weights --------------------------------------------------------------------------------------------------------
-
-
-def matrix_and_truth(
-    format: ExpertFormat, num_experts: int, num_rows: int, width: int, is_up: bool, has_bias: bool
-) -> tuple[ExpertMatrix, torch.Tensor, torch.Tensor]:
-    """A packed matrix [E, N, K], and its values and bias in float64."""
-    weight, scale, bias, truth, wide_bias = stored(format, num_experts, num_rows, width, is_up, has_bias)
-    if format == "mxfp4":
-        assert scale is not None
-        return expert_matrix(format, pack_mxfp4(weight, scale, "gate_up"), None, bias), truth, wide_bias
-    return expert_matrix(format, weight, scale, bias), truth, wide_bias
-
-
-def stored(
-    format: ExpertFormat, num_experts: int, num_rows: int, width: int, is_up: bool, has_bias: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """One matrix as `ExpertWeights` has it: weight, scale, bias; its values and bias in float64."""
-    bias = torch.randn(num_experts, num_rows, device=DEVICE).to(KIND) if has_bias else None
-    wide_bias = torch.zeros(num_experts, num_rows, device=DEVICE).double() if bias is None else bias.double()
-    if format == "dense":
-        weight = (torch.randn(num_experts, num_rows, width, device=DEVICE) * width**-0.5).to(KIND)
-        return weight, None, bias, weight.double(), wide_bias
-    if format == "mxfp4":
-        codes = torch.randint(0, 256, (num_experts, num_rows, width // 2), dtype=torch.uint8, device=DEVICE)
-        scales = torch.randint(118, 125, (num_experts, num_rows, width // 32), dtype=torch.uint8, device=DEVICE)
-        return codes, scales, bias, mxfp4_values(codes, scales), wide_bias
-    weight = torch.randn(num_experts, num_rows, width, device=DEVICE).to(torch.float8_e4m3fn)
-    half_rows = num_rows // 2 if is_up else num_rows
-    row_blocks, column_blocks = -(-half_rows // 128), -(-width // 128)
-    scale = torch.rand(num_experts, row_blocks * (2 if is_up else 1), column_blocks, device=DEVICE) * 0.1 + 0.01
-    wide = scale.double().repeat_interleave(128, 2)[:, :, :width]
-    parts = wide.split(row_blocks, dim=1)
-    rows = [part.repeat_interleave(128, 1)[:, :half_rows] for part in parts]
-    wide = torch.stack(rows, dim=2).flatten(1, 2) if is_up else rows[0]
-    return weight, scale, bias, weight.double() * wide, wide_bias
-
-
-def mxfp4_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).long()
-    return E2M1.to(codes.device)[nibbles] * torch.exp2(scales.double() - 127).repeat_interleave(32, -1)
-
-
-def test_packed_mxfp4_is_exact() -> None:
-    """Every code with every scale, by bits, as the kernel's plain arithmetic does it."""
-    scales = torch.arange(0, 129, dtype=torch.uint8).view(1, 129, 1).repeat(1, 1, 5)
-    codes = torch.arange(0, 80, dtype=torch.uint8).mul(37).expand(1, 129, 80).contiguous()
-    truth = mxfp4_values(codes, scales)
-    packed = pack_mxfp4(codes, scales, "w")
-    w = packed.codes.view(torch.int16).view(1, 129, 5, 8).int()
-    last = ((w << 1) & 0x8000) | ((w >> 3) & 0x0180) | ((w >> 7) & 0x0040)
-    slots = torch.stack((w & 0x81C0, (w << 3) & 0x81C0, (w << 6) & 0x81C0, last), dim=3)
-    exponents = packed.scales.transpose(1, 2).contiguous().view(torch.uint8).view(1, 129, -1)[:, :, :5].int()
-    factor = (exponents << 7).to(torch.int16).view(torch.bfloat16)
-    values = slots.to(torch.int16).view(torch.bfloat16) * factor[..., None, None]
-    assert torch.equal(values.double().flatten(2), truth)
-
-
-def test_scales_that_are_too_large_are_refused() -> None:
-    codes = torch.zeros(1, 2, 32, dtype=torch.uint8)
-    scales = torch.full((1, 2, 2), 200, dtype=torch.uint8)
-    pack_mxfp4(codes.clone(), scales, "w")  # over zeros they do not matter
-    codes[0, 1, 20] = 3
-    with pytest.raises(CheckpointError, match=r"w: an MXFP4 scale of 200 \(2\^73\).*128"):
-        pack_mxfp4(codes, scales, "w")
-
-
 # ---- the two products and the sum -----------------------------------------------------------------------------------
-
-
-def truth_of(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: tuple[torch.Tensor, torch.Tensor],
-    down: tuple[torch.Tensor, torch.Tensor], activation: Activation, residual: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if residual is None else residual.double()
-    for t in range(x.shape[0]):
-        for j in range(ids.shape[1]):
-            e = int(ids[t, j])
-            both = up[0][e] @ x[t].double() + up[1][e]
-            gate, upper = both[0::2], both[1::2]
-            if activation.limit is not None:
-                gate = gate.clamp(max=activation.limit)
-                upper = upper.clamp(-activation.limit, activation.limit) + 1
-            h = gate * torch.sigmoid(gate * (activation.alpha if activation.limit is not None else 1.0)) * upper
-            out[t] += weights[t, j].double() * (down[0][e] @ h + down[1][e])
-    return out
 
 
 def run_grouped(
@@ -235,35 +141,6 @@ def test_grouped_experts(
 # ---- the op ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Every buffer that torch makes without values holds NaN or the largest integer."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
-def kernels() -> TritonExpertKernels:
-    return TritonExpertKernels(DEVICE, HOPPER, None, 227 * 1024, "a GPU without a table")
-
-
-def layer(
-    format: ExpertFormat, need: MoeNeed, has_bias: bool, ours: TritonExpertKernels | None = None
-) -> tuple[TritonExperts, list[torch.Tensor], list[torch.Tensor]]:
-    """A packed layer, and values and bias of its two matrices."""
-    e, h, i = need.num_experts, need.hidden_size, need.intermediate_size
-    up, up_scale, up_bias, *up_truth = stored(format, e, 2 * i, h, True, has_bias)
-    down, down_scale, down_bias, *down_truth = stored(format, e, h, i, False, has_bias)
-    weights = ExpertWeights(format, up, down, up_scale, down_scale, up_bias, down_bias)
-    return (ours or kernels()).pack(weights, need), up_truth, down_truth
-
-
-def need_of(format: ExpertFormat, e: int, k: int, h: int, i: int, has_bias: bool, activation: Activation) -> MoeNeed:
-    return MoeNeed(DEVICE.type, KIND, e, k, h, i, format, has_bias, activation)
-
-
 OP_SHAPES = [(6, 3, 96, 64)] + ([(32, 4, 2880, 2880), (128, 8, 2048, 768)] if ON_GPU else [])
 OP_TOKENS = (0, 1, 5, 40) + ((2, 17, 64, 300, 2100) if ON_GPU else ())
 
@@ -308,7 +185,7 @@ def test_dense_weights_by_the_copy_engine(sizes: tuple[int, int, int, int]) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("sizes", [(1, 8, 32), (3, 66, 96), (2, 70, 160), (2, 64, 384)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 16, 32), (3, 48, 96), (2, 80, 160), (2, 64, 384)], ids=str)
 def test_widening_is_exact(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Rows and columns that no tile divides; what lies behind in the buffer stays."""
     matrix, truth, _ = matrix_and_truth("mxfp4", *sizes, True, True)
@@ -409,10 +286,13 @@ def test_plans_cover_every_number_of_tokens() -> None:
     for shared_bytes in (99 * 1024, 227 * 1024):
         for format in FORMATS:
             for sizes in ((32, 4, 2880, 2880), (128, 8, 2048, 768), (4, 4, 64, 64)):
-                plans = heuristic_plans(ExpertShape(format, *sizes), format != "fp8_block", shared_bytes, False)
-                limits = [plan.max_tokens for plan in plans]
-                assert limits == sorted(set(limits)) and limits[-1] == NO_LIMIT
-                assert [choose(plans, n).max_tokens for n in limits] == limits
+                for has_mma in (False, True) if format == "mxfp4" else (False,):
+                    shape = ExpertShape(format, *sizes)
+                    plans = heuristic_plans(shape, format == "dense", shared_bytes, False, has_mma)
+                    limits = [plan.max_tokens for plan in plans]
+                    assert limits == sorted(set(limits)) and limits[-1] == NO_LIMIT
+                    assert [choose(plans, n).max_tokens for n in limits] == limits
+                    assert has_mma == any(plan.mma for plan in plans)
 
 
 def test_shipped_tables_can_be_read() -> None:

@@ -34,17 +34,29 @@ from tokenspeed.kernels.triton.moe_grouped import (
     grouped_gate_up,
     warm_up_grouped,
 )
+from tokenspeed.kernels.triton.moe_mxfp4_mma import (
+    HIGH,
+    LOW,
+    MmaTile,
+    SplitRows,
+    hidden_scale,
+    mma_down,
+    mma_gate_up,
+    split_rows,
+    warm_up_mma,
+)
 from tokenspeed.kernels.triton.moe_plans import (
     NO_LIMIT,
     ExpertPlan,
     ExpertShape,
     ExpertTable,
+    MmaTiles,
     ShapePlans,
     read_table,
     table_name,
 )
 from tokenspeed.kernels.triton.moe_widen import num_values, widen
-from tokenspeed.moe.interface import ExpertFormat, MoeNeed, Routing
+from tokenspeed.moe.interface import Activation, ExpertFormat, MoeNeed, Routing
 from tokenspeed.protocol.errors import ConfigError
 
 MAX_GEMV_TOKENS = 8
@@ -60,11 +72,14 @@ MIN_TMA_TOKENS = 4096
 tokens took 60 ms with it where it had taken 33 (docs/log.md)."""
 
 
+AnyTile = GroupedTile | MmaTile
+
+
 @dataclass(frozen=True, slots=True)
 class Timed:
     """One tile of one matrix at a number of tokens."""
 
-    tile: GroupedTile
+    tile: AnyTile
     time_us: float
     gb_per_s: float
     tflop_per_s: float
@@ -72,7 +87,8 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Tokens and their experts, of every call in a graph. `widened`: MXFP4 by way of `moe_widen`."""
+    """Tokens and their experts, of every call in a graph. `widened`: MXFP4 by way of `moe_widen`; `rows`: x split, for
+    `moe_mxfp4_mma`."""
 
     count: int
     block_m: int
@@ -80,20 +96,23 @@ class Inputs:
     x: list[torch.Tensor]
     routings: list[Routing]
     groupings: list[Grouping]
+    rows: list[SplitRows]
 
 
-def tile_candidates(format: ExpertFormat, block_m: int, is_up: bool) -> Iterator[GroupedTile]:
-    """Tiles worth a try: those that neither spill registers nor overrun Hopper's 227 KiB of shared memory."""
+def tile_candidates(format: ExpertFormat, block_m: int, is_up: bool) -> Iterator[AnyTile]:
+    """Tiles worth a try: those that neither spill registers nor overrun Hopper's 227 KiB of shared memory. MXFP4 gets
+    those of `moe_mxfp4_mma`."""
+    if format == "mxfp4":
+        yield from _mma_tiles(block_m, is_up)
+        return
     if block_m <= 32:
         yield from _small_tiles(format, is_up)
         return
     middle = {
-        "mxfp4": [(128, 128, 3, 4), (128, 128, 4, 8), (256, 128, 3, 8)],
         "dense": [(128, 64, 4, 4), (256, 64, 3, 8), (256, 64, 4, 8), (128, 128, 3, 4), (128, 64, 3, 8)],
         "fp8_block": [(128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 3, 4)],
     }
     large = {
-        "mxfp4": [(256, 128, 3, 8), (128, 128, 4, 8)],
         "dense": [(256, 64, 4, 8), (256, 64, 3, 8), (128, 64, 4, 8), (128, 64, 3, 4)],
         "fp8_block": [(128, 128, 3, 8), (128, 128, 2, 8)],
     }
@@ -107,28 +126,39 @@ def tile_candidates(format: ExpertFormat, block_m: int, is_up: bool) -> Iterator
 
 def _small_tiles(format: ExpertFormat, is_up: bool) -> Iterator[GroupedTile]:
     sizes = {
-        "mxfp4": [
-            *((128, 128, 4, 4), (64, 128, 6, 4), (64, 128, 4, 4), (64, 128, 8, 4), (128, 128, 3, 4)),
-            *((128, 128, 6, 4), (128, 128, 4, 8), (256, 128, 3, 4), (256, 128, 3, 8), (256, 128, 4, 8)),
-        ],
         "dense": [(128, 64, 6, 4), (64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 6, 4), (128, 128, 3, 4), (64, 128, 3, 4)],
         "fp8_block": [(128, 128, 4, 8), (128, 128, 3, 4), (128, 128, 4, 4), (64, 128, 4, 4)],
     }
     tiles = [GroupedTile(block_n, block_k, 1, stages, warps) for block_n, block_k, stages, warps in sizes[format]]
     yield from tiles
-    if format == "mxfp4":
-        if is_up:
-            yield GroupedTile(32, 128, 1, 6, 4)
-            return
-        # Few rows leave SMs without work.
-        for tile in tiles[:2]:
-            yield replace(tile, split_k=2)
-            yield replace(tile, split_k=4)
-        return
     yield replace(tiles[0], group_m=2)
     if not is_up:
         yield replace(tiles[0], prefetch_lines=4)
         yield replace(tiles[0], split_k=2)
+
+
+def _mma_tiles(block_m: int, is_up: bool) -> Iterator[MmaTile]:
+    """The better half of a sweep of gpt-oss-20b's layer."""
+    if block_m <= 16:
+        tiles = [
+            *(MmaTile(64, 1, stages, 4, True, 4) for stages in (3, 4, 6)),
+            *(MmaTile(64, 2, 3, 4, True, 4), MmaTile(64, 1, 4, 4, True, 2), MmaTile(64, 1, 4, 4, False, 4)),
+            *(MmaTile(128, 1, 3, 4, True, 2), MmaTile(128, 1, 4, 4, False, 2)),
+        ]
+        yield from tiles
+        if not is_up:
+            # Few rows leave SMs without work.
+            for tile in (tiles[1], tiles[5]):
+                yield replace(tile, split_k=2)
+    elif block_m == 32:
+        yield from (MmaTile(64, 1, 4, 4, True, 4), MmaTile(64, 1, 4, 4, False, 2), MmaTile(64, 1, 3, 4, False, 4))
+        yield from (MmaTile(128, 1, 3, 4, False, 2), MmaTile(128, 1, 3, 4, False, 1), MmaTile(128, 1, 4, 8, False, 4))
+    else:
+        for group_m in (1, 2 if block_m == 64 else 4):
+            yield MmaTile(64, 1, 3, 4, False, 1, 1, group_m)
+            yield MmaTile(64 if block_m == 64 else 128, 1, 3, 4 if block_m == 64 else 8, False, 2, 1, group_m)
+            if block_m == 64:
+                yield MmaTile(128, 1, 3, 4, False, 1, 1, group_m)
 
 
 def widened_candidates(block_m: int) -> Iterator[GroupedTile]:
@@ -148,6 +178,8 @@ def widened_candidates(block_m: int) -> Iterator[GroupedTile]:
 def block_ms(shape: ExpertShape, num_tokens: int) -> tuple[int, ...]:
     """Pairs a tile: around what an expert gets."""
     mean = num_tokens * shape.top_k / shape.num_experts
+    if shape.format == "mxfp4" and mean <= 12:
+        return (8,) if mean <= 3 else (8, 16)
     if mean <= 6:
         return (16,)
     if mean <= 20:
@@ -183,17 +215,15 @@ def compile_all(needs: list[MoeNeed], tokens: tuple[int, ...], num_workers: int 
         return len([one for one in done if one.result() is None])
 
 
-def _candidates(
-    need: MoeNeed, count: int, block_m: int, is_up: bool
-) -> Iterator[tuple[MoeNeed, Iterator[GroupedTile]]]:
+def _candidates(need: MoeNeed, count: int, block_m: int, is_up: bool) -> Iterator[tuple[MoeNeed, Iterator[AnyTile]]]:
     """Tiles with the layer as the kernel sees it."""
     yield need, _launchable(tile_candidates(need.format, block_m, is_up), count)
     if may_widen(need, count, block_m):
         yield replace(need, format="dense"), _launchable(widened_candidates(block_m), count)
 
 
-def _launchable(tiles: Iterator[GroupedTile], count: int) -> Iterator[GroupedTile]:
-    return (tile for tile in tiles if not tile.tma or count >= MIN_TMA_TOKENS)
+def _launchable(tiles: Iterator[AnyTile], count: int) -> Iterator[AnyTile]:
+    return (tile for tile in tiles if isinstance(tile, MmaTile) or not tile.tma or count >= MIN_TMA_TOKENS)
 
 
 def may_widen(need: MoeNeed, count: int, block_m: int) -> bool:
@@ -205,9 +235,12 @@ def _parts_dtype(need: MoeNeed, count: int) -> torch.dtype:
     return torch.float32 if count <= WIDE_PARTS_TOKENS else need.dtype
 
 
-def _compile(need: MoeNeed, block_m: int, tile: GroupedTile, is_up: bool, out_dtype: torch.dtype) -> str | None:
+def _compile(need: MoeNeed, block_m: int, tile: AnyTile, is_up: bool, out_dtype: torch.dtype) -> str | None:
     try:
-        warm_up_grouped(need, block_m, tile, is_up, out_dtype)
+        if isinstance(tile, MmaTile):
+            warm_up_mma(need, block_m, tile, is_up, out_dtype)
+        else:
+            warm_up_grouped(need, block_m, tile, is_up, out_dtype)
     except Exception as error:  # a tile that does not compile is not a candidate
         return f"{type(error).__name__}: {error}"
     return None
@@ -263,13 +296,15 @@ class ExpertTuner:
         for block_m in block_ms(self._shape, count):
             groupings = [group_pairs(one.expert_ids, self._need.num_experts, block_m) for one in routings]
             for widened in (False, True) if may_widen(self._need, count, block_m) else (False,):
-                inputs = Inputs(count, block_m, widened, x, routings, groupings)
+                is_split = self._shape.format == "mxfp4" and not widened
+                rows = [split_rows(one) for one in x] if is_split else []
+                inputs = Inputs(count, block_m, widened, x, routings, groupings, rows)
                 ups, downs = self._time_up(inputs), self._time_down(inputs)
                 if ups is not None and downs is not None:
                     is_wide = _parts_dtype(self._need, count) == torch.float32
-                    plan = ExpertPlan(count, False, block_m, ups.tile, downs.tile, is_wide, widened)
+                    plan = _plan(count, block_m, ups.tile, downs.tile, is_wide, widened)
                     consider(plan, f"block_m {block_m}{' widened' if widened else ''}")
-        if count <= MAX_GEMV_TOKENS and self._need.format != "fp8_block":
+        if count <= MAX_GEMV_TOKENS and self._need.format == "dense":
             consider(ExpertPlan(count, gemv=True), "gemv")
         if best is None:
             return None
@@ -279,7 +314,7 @@ class ExpertTuner:
     def _layer(self, call: int) -> ExpertLayer:
         return self._layers[call % len(self._layers)]
 
-    def _tiles(self, inputs: Inputs, is_up: bool) -> Iterator[GroupedTile]:
+    def _tiles(self, inputs: Inputs, is_up: bool) -> Iterator[AnyTile]:
         if inputs.widened:
             return _launchable(widened_candidates(inputs.block_m), inputs.count)
         return _launchable(tile_candidates(self._shape.format, inputs.block_m, is_up), inputs.count)
@@ -304,7 +339,9 @@ class ExpertTuner:
         best: Timed | None = None
         for tile in self._tiles(inputs, True):
 
-            def call(i: int, tile: GroupedTile = tile) -> torch.Tensor:
+            def call(i: int, tile: AnyTile = tile) -> torch.Tensor | SplitRows:
+                if isinstance(tile, MmaTile):
+                    return mma_gate_up(inputs.rows[i], matrices[i], groupings[i], top_k, activation, tile)
                 return grouped_gate_up(inputs.x[i], matrices[i], groupings[i], top_k, activation, tile)
 
             best = self._best(best, "gate_up", call, truth, inputs, tile)
@@ -318,26 +355,31 @@ class ExpertTuner:
         ]  # fmt: skip
         truth = self._layer(0).part_truth(h[0], routings[0], groupings[0])
         matrices = self._matrices(inputs, False)
+        split = [_split_hidden(one, self._need.activation) for one in h] if inputs.rows else []
         best: Timed | None = None
         for tile in self._tiles(inputs, False):
 
-            def call(i: int, tile: GroupedTile = tile) -> torch.Tensor:
+            def call(i: int, tile: AnyTile = tile) -> torch.Tensor:
+                if isinstance(tile, MmaTile):
+                    weights = routings[i].weights
+                    return mma_down(split[i], matrices[i], groupings[i], weights, self._need.activation, kind, tile)
                 return grouped_down(h[i], matrices[i], groupings[i], routings[i].weights, kind, tile)
 
             best = self._best(best, "down", call, truth, inputs, tile)
         return best
 
     def _best(
-        self, best: Timed | None, matrix: str, call: Callable[[int], torch.Tensor], truth: torch.Tensor,
-        inputs: Inputs, tile: GroupedTile,
+        self, best: Timed | None, matrix: str, call: Callable[[int], torch.Tensor | SplitRows], truth: torch.Tensor,
+        inputs: Inputs, tile: AnyTile,
     ) -> Timed | None:  # fmt: skip
         if time.monotonic() > self._deadline:
             return best
         widened = " widened" if inputs.widened else ""
         what = f"{inputs.count} tokens, {matrix}{widened}, block_m {inputs.block_m}, {tile}"
         try:
-            out = call(0)
-            out = out.float().sum(0) if matrix == "down" else out.float()
+            found = call(0)
+            out = found.joined(hidden_scale(self._need.activation)) if isinstance(found, SplitRows) else found.float()
+            out = out.sum(0) if matrix == "down" else out
             error = float((out - truth).norm() / truth.norm())
             if not error < MAX_ERROR:
                 self._log(f"WRONG {what}: error {error:.3g}")
@@ -368,7 +410,7 @@ class ExpertTuner:
 
         return self._graph_us(call)
 
-    def _graph_us(self, call: Callable[[int], torch.Tensor]) -> float:
+    def _graph_us(self, call: Callable[[int], torch.Tensor | SplitRows]) -> float:
         """Microseconds of a call in a graph of `CALLS`; the best of three replays after one."""
         for i in range(CALLS):
             call(i)
@@ -386,6 +428,23 @@ class ExpertTuner:
             torch.cuda.synchronize(self._device)
             times.append(float(started.elapsed_time(ended)) * 1e3 / CALLS)
         return min(times[1:])
+
+
+def _plan(count: int, block_m: int, up: AnyTile, down: AnyTile, is_wide: bool, widened: bool) -> ExpertPlan:
+    if isinstance(up, MmaTile) and isinstance(down, MmaTile):
+        return ExpertPlan(count, block_m=block_m, wide_parts=is_wide, mma=MmaTiles(up, down))
+    assert isinstance(up, GroupedTile) and isinstance(down, GroupedTile), "both matrices go by one way"
+    return ExpertPlan(count, False, block_m, up, down, is_wide, widened)
+
+
+def _split_hidden(h: torch.Tensor, activation: Activation) -> SplitRows:
+    """h as `mma_gate_up` gives it."""
+    scale = hidden_scale(activation)
+    if scale == 0:
+        return split_rows(h)
+    wide = h.float() * scale
+    high = wide.to(HIGH)
+    return SplitRows(high, (wide - high.float()).to(LOW), None)
 
 
 def _spread(plans: list[ExpertPlan]) -> Iterator[ExpertPlan]:
@@ -410,7 +469,7 @@ def tune_to_file(
         reason = "candidates are declared for Hopper and later"
     if reason is None:
         kernels: TritonExpertKernels = ours.make(where)
-        reason = kernels.why_not(need)
+        reason = kernels.why_not(need) or (kernels.why_no_mma(need) if need.format == "mxfp4" else None)
     if reason is not None:
         raise ConfigError(f"--tune: {reason}")
     print(f"compiled {compile_all([need], tokens)} tiles", flush=True)

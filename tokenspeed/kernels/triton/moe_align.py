@@ -1,4 +1,4 @@
-"""Groups the (token, expert) pairs of a step by expert, for the tensor-core kernels of `moe_grouped`.
+"""Groups the (token, expert) pairs of a step by expert, for the kernels of `moe_grouped` and `moe_mxfp4_mma`.
 
     expert_ids [T, k]  ->  pairs [T * k]: pair numbers t * k + j, by expert, within an expert ascending
                            tiles [3, max_tiles]: expert, first, end: tile i multiplies pairs[first : end) by that expert
@@ -63,26 +63,15 @@ def _store_tiles(
     tl.store(tiles_ptr + 2 * max_tiles + tiles, tl.sum(tl.where(is_mine, end, 0), axis=1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
-def _align_small_kernel(
-    ids_ptr,
-    pairs_ptr,
-    tiles_ptr,
-    num_pairs,
-    max_tiles,
-    BLOCK_M: tl.constexpr,
-    SHARE: tl.constexpr,
-    STEP: tl.constexpr,
-    E_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+@triton.jit
+def align_share(
+    ids_ptr, pairs_ptr, tiles_ptr, program, num_pairs, max_tiles,
+    BLOCK_M: tl.constexpr, SHARE: tl.constexpr, STEP: tl.constexpr, E_BLOCK: tl.constexpr,
+):  # fmt: skip
     """A program places SHARE pairs and writes SHARE tiles, each from all the ids, so that none waits for another. A
     pair's place is the number of pairs before it, by (expert, pair). Sums over the ids are kept apart until the end:
     adding up across threads costs more than counting."""
-    mine = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    mine = program * SHARE + tl.arange(0, SHARE)
     ids = tl.load(ids_ptr + mine, mask=mine < num_pairs, other=E_BLOCK)
     experts = tl.arange(0, E_BLOCK)
     before = tl.zeros((SHARE, STEP), dtype=tl.int32)
@@ -98,8 +87,27 @@ def _align_small_kernel(
     tl.store(pairs_ptr + tl.sum(before, axis=1), mine, mask=mine < num_pairs)
     counts = tl.sum(hits, axis=1)
     pair_starts = tl.cumsum(counts, axis=0) - counts
-    _store_tiles(
-        tiles_ptr, counts, pair_starts, max_tiles, tl.program_id(0) * SHARE, BLOCK_M, E_BLOCK, SHARE
+    _store_tiles(tiles_ptr, counts, pair_starts, max_tiles, program * SHARE, BLOCK_M, E_BLOCK, SHARE)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
+def _align_small_kernel(
+    ids_ptr,
+    pairs_ptr,
+    tiles_ptr,
+    num_pairs,
+    max_tiles,
+    BLOCK_M: tl.constexpr,
+    SHARE: tl.constexpr,
+    STEP: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    align_share(
+        ids_ptr, pairs_ptr, tiles_ptr, tl.program_id(0), num_pairs, max_tiles, BLOCK_M, SHARE, STEP, E_BLOCK
     )  # fmt: skip
 
 
@@ -182,20 +190,35 @@ def _place_kernel(
     tl.store(pairs_ptr + places, mine, mask=live)
 
 
-def group_pairs(expert_ids: torch.Tensor, num_experts: int, block_m: int, pdl: bool = True) -> Grouping:
-    """expert_ids [T, k] int32, contiguous, each in [0, num_experts), T >= 1 -> the grouping; see the module."""
+def empty_grouping(expert_ids: torch.Tensor, num_experts: int, block_m: int) -> Grouping:
+    """Buffers for the grouping of expert_ids [T, k]; see the module for their sizes."""
     num_pairs = expert_ids.numel()
     max_tiles = min(num_pairs, num_experts) + num_pairs // block_m
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=expert_ids.device)
-    tiles = torch.empty(3, max_tiles, dtype=torch.int32, device=expert_ids.device)
-    e_block = max(16, triton.next_power_of_2(num_experts))
+    return Grouping(pairs, torch.empty(3, max_tiles, dtype=torch.int32, device=expert_ids.device), block_m)
+
+
+def expert_block(num_experts: int) -> int:
+    """Experts that a program counts, a power of two."""
+    return max(16, triton.next_power_of_2(num_experts))
+
+
+def num_shares(grouping: Grouping) -> int:
+    """Programs that `align_share` takes."""
+    return triton.cdiv(max(grouping.pairs.shape[0], grouping.max_tiles), SMALL_SHARE)
+
+
+def group_pairs(expert_ids: torch.Tensor, num_experts: int, block_m: int, pdl: bool = True) -> Grouping:
+    """expert_ids [T, k] int32, contiguous, each in [0, num_experts), T >= 1 -> the grouping; see the module."""
+    grouping = empty_grouping(expert_ids, num_experts, block_m)
+    pairs, tiles, max_tiles = grouping.pairs, grouping.tiles, grouping.max_tiles
+    num_pairs, e_block = expert_ids.numel(), expert_block(num_experts)
     if num_pairs <= MAX_SMALL_PAIRS:
-        share = SMALL_SHARE
-        _align_small_kernel[(triton.cdiv(max(num_pairs, max_tiles), share),)](
+        _align_small_kernel[(num_shares(grouping),)](
             expert_ids, pairs, tiles, num_pairs, max_tiles,
-            BLOCK_M=block_m, SHARE=share, STEP=SMALL_STEP, E_BLOCK=e_block, PDL=pdl, num_warps=4, launch_pdl=pdl,
+            BLOCK_M=block_m, SHARE=SMALL_SHARE, STEP=SMALL_STEP, E_BLOCK=e_block, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
-        return Grouping(pairs, tiles, block_m)
+        return grouping
     num_blocks = triton.cdiv(num_pairs, SCATTER_BLOCK)
     counts = torch.empty(num_blocks, e_block, dtype=torch.int32, device=expert_ids.device)
     _count_kernel[(num_blocks,)](
@@ -209,4 +232,4 @@ def group_pairs(expert_ids: torch.Tensor, num_experts: int, block_m: int, pdl: b
         expert_ids, counts, pairs, num_pairs,
         BLOCK=SCATTER_BLOCK, STEP=64, E_BLOCK=e_block, PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
-    return Grouping(pairs, tiles, block_m)
+    return grouping

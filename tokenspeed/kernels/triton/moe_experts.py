@@ -1,9 +1,9 @@
 """The op `experts` by our Triton kernels: packs a layer's weights once, then chooses kernels by the number of tokens.
 
-A few tokens go through `moe_gemv`, all others through `moe_align` and `moe_grouped`, MXFP4 in large prompts by way of
-`moe_widen`; `moe_plans` says which and with what tiles. Scratch comes from torch's allocator in each call, which a
-recorded graph keeps for itself; but widened weights have a buffer that all layers share, which the first such call
-makes: the sizing run at the start.
+A few tokens of dense experts go through `moe_gemv`, all others through `moe_align` and `moe_grouped`; MXFP4 on Hopper
+through `moe_mxfp4_mma`, in large prompts by way of `moe_widen`. `moe_plans` says which and with what tiles. Scratch
+comes from torch's allocator in each call, which a recorded graph keeps for itself; but widened weights have a buffer
+that all layers share, which the first such call makes: the sizing run at the start.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import triton
 
 from tokenspeed.kernels.registry import Implementation, Need
 from tokenspeed.kernels.triton.moe_align import group_pairs
-from tokenspeed.kernels.triton.moe_gemv import PackedExperts, Workspace, gemv_down, gemv_gate_up, make_workspace
+from tokenspeed.kernels.triton.moe_gemv import DenseExperts, Workspace, gemv_down, gemv_gate_up, make_workspace
 from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix, combine, expert_matrix, grouped_down, grouped_gate_up
 from tokenspeed.kernels.triton.moe_mxfp4 import BLOCK, pack_mxfp4
+from tokenspeed.kernels.triton.moe_mxfp4_mma import group_and_split, mma_down, mma_gate_up, why_no_mma
 from tokenspeed.kernels.triton.moe_plans import (
     NO_LIMIT,
     ExpertPlan,
     ExpertShape,
     ExpertTable,
+    MmaTiles,
     choose,
     heuristic_plans,
     load_table,
@@ -44,7 +46,7 @@ class TritonExperts:
         self,
         gate_up: ExpertMatrix,
         down: ExpertMatrix,
-        gemv: PackedExperts | None,
+        gemv: DenseExperts | None,
         workspace: Workspace,
         scratch: WideScratch,
         need: MoeNeed,
@@ -71,6 +73,10 @@ class TritonExperts:
             return gemv_down(
                 h, routing.expert_ids, routing.weights, self._gemv, out, self._workspace, residual is not None,
                 pdl=self._hopper,
+            )  # fmt: skip
+        if plan.mma is not None:
+            return run_mma(
+                x, routing, self.gate_up, self.down, self._num_experts, self._activation, plan, plan.mma, residual
             )  # fmt: skip
         scratch = None
         if plan.widen:
@@ -121,6 +127,26 @@ def run_grouped(
     return combine(parts, num_tokens, top_k, residual, x.dtype, hopper)
 
 
+def run_mma(
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
+    num_experts: int,
+    activation: Activation,
+    plan: ExpertPlan,
+    tiles: MmaTiles,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """The steps of `moe_mxfp4_mma` for T >= 1 tokens; see `Experts.__call__`."""
+    num_tokens, top_k = routing.expert_ids.shape
+    grouping, rows = group_and_split(x, routing.expert_ids, num_experts, plan.block_m)
+    h = mma_gate_up(rows, gate_up, grouping, top_k, activation, tiles.gate_up)
+    kind = torch.float32 if plan.wide_parts else x.dtype
+    parts = mma_down(h, down, grouping, routing.weights, activation, kind, tiles.down)
+    return combine(parts, num_tokens, top_k, residual, x.dtype)
+
+
 class TritonExpertKernels:
     """`kernels.ops.ExpertKernels`.
 
@@ -128,12 +154,15 @@ class TritonExpertKernels:
         table: tuned plans of this GPU, or None.
         shared_bytes: shared memory that one program may have.
         gpu: its name, for the log.
+        no_mma: why `moe_mxfp4_mma` does not run here, or None.
     """
 
     def __init__(
-        self, device: torch.device, hopper: bool, table: ExpertTable | None, shared_bytes: int, gpu: str
-    ) -> None:
+        self, device: torch.device, hopper: bool, table: ExpertTable | None, shared_bytes: int, gpu: str,
+        no_mma: str | None,
+    ) -> None:  # fmt: skip
         self._hopper, self._table, self._shared_bytes, self._gpu = hopper, table, shared_bytes, gpu
+        self._no_mma = no_mma
         self._workspace, self._scratch = make_workspace(device), WideScratch()
         self._told: set[ExpertShape] = set()
 
@@ -163,26 +192,27 @@ class TritonExpertKernels:
             low = pack_mxfp4(weights.down.contiguous(), weights.down_scale, "down of an expert")
             gate_up = expert_matrix("mxfp4", up, None, weights.gate_up_bias)
             down = expert_matrix("mxfp4", low, None, weights.down_bias)
-            gemv = PackedExperts(
-                "mxfp4", up.codes, low.codes, up.scales, low.scales, weights.gate_up_bias, weights.down_bias
-            )  # fmt: skip
+            gemv = None
         else:
             up_weight, low_weight = weights.gate_up.contiguous(), weights.down.contiguous()
             gate_up = expert_matrix(weights.format, up_weight, weights.gate_up_scale, weights.gate_up_bias)
             down = expert_matrix(weights.format, low_weight, weights.down_scale, weights.down_bias)
             gemv = None
             if weights.format == "dense":
-                gemv = PackedExperts(
-                    "dense", up_weight, low_weight, None, None, weights.gate_up_bias, weights.down_bias
-                )  # fmt: skip
+                gemv = DenseExperts(up_weight, low_weight, weights.gate_up_bias, weights.down_bias)
         plans = self._plans(need, gemv is not None)
         return TritonExperts(gate_up, down, gemv, self._workspace, self._scratch, need, plans, self._hopper)
 
     def _plans(self, need: MoeNeed, has_gemv: bool) -> tuple[ExpertPlan, ...]:
         shape = ExpertShape.of(need)
+        no_mma = self.why_no_mma(need)
         plans = None if self._table is None or need.dtype not in HALF else self._table.find(shape)
+        if plans is not None and no_mma is not None and any(plan.mma for plan in plans):
+            plans = None
         is_new = shape not in self._told
         self._told.add(shape)
+        if is_new and need.format == "mxfp4" and no_mma is not None:
+            logger.info("expert kernels: MXFP4 by plain arithmetic, not on FP8 tensor cores: %s", no_mma)
         if plans is not None:
             if is_new:
                 logger.info(
@@ -195,7 +225,13 @@ class TritonExpertKernels:
                 "(`tokenspeed bench kernels --tune` measures)",
                 self._gpu, shape.num_experts, shape.format, shape.hidden_size, shape.intermediate_size, shape.top_k,
             )  # fmt: skip
-        return heuristic_plans(shape, has_gemv, self._shared_bytes, need.dtype == torch.float32)
+        return heuristic_plans(shape, has_gemv, self._shared_bytes, need.dtype == torch.float32, no_mma is None)
+
+    def why_no_mma(self, need: MoeNeed) -> str | None:
+        """None where `moe_mxfp4_mma` serves these experts here, otherwise the reason."""
+        if need.format != "mxfp4" or need.dtype != torch.bfloat16:
+            return f"they are for MXFP4 with bfloat16 activations, these are {need.format} in {need.dtype}"
+        return self._no_mma
 
 
 def _why_not(need: Need) -> str | None:
@@ -211,8 +247,11 @@ def _why_not(need: Need) -> str | None:
 def _make(need: Need) -> TritonExpertKernels:
     properties = torch.cuda.get_device_properties(need.device)
     shared_bytes = triton.runtime.driver.active.utils.get_device_properties(need.device.index or 0)["max_shared_mem"]
-    hopper = torch.version.hip is None and torch.cuda.get_device_capability(need.device) >= (9, 0)
-    return TritonExpertKernels(need.device, hopper, load_table(properties.name), shared_bytes, properties.name)
+    is_cuda, capability = torch.version.hip is None, torch.cuda.get_device_capability(need.device)
+    return TritonExpertKernels(
+        need.device, is_cuda and capability >= (9, 0), load_table(properties.name), shared_bytes, properties.name,
+        why_no_mma(capability, is_cuda),
+    )  # fmt: skip
 
 
 IMPLEMENTATIONS = (Implementation(op="experts", name="triton", rank=50, why_not=_why_not, make=_make),)

@@ -6,11 +6,13 @@ Bytes     few tokens: each distinct expert's matrices once. Operations 6 T k H I
 Bound     on an H200 4.26 TB/s for few tokens, 808 TFLOP/s bf16 for a prompt.
 
 Weights are the tall operand, acc[BLOCK_N, BLOCK_M] = W[BLOCK_N, K] x[BLOCK_M, K].T, so that 16 tokens fill a tensor
-core, and weights kept in 4 or 8 bits are widened to bfloat16 in the registers from which the tensor core takes them.
-Tiles are numbered so that programs that run at the same time share the weights of an expert and rows of x in L2.
+core. Weights kept in 8 bits are widened to bfloat16 in the registers from which the tensor core takes them. MXFP4 goes
+by plain arithmetic and shared memory to the activations' dtype, on GPUs and in dtypes that `moe_mxfp4_mma` does not
+serve; its speed was not looked at. Tiles are numbered so that programs that run at the same time share the weights of
+an expert and rows of x in L2.
 
 `hopper`: the GPU is an NVIDIA one of compute capability 9.0 or later. Then all launches use programmatic dependent
-launch, and packed instructions widen weights; elsewhere plain arithmetic does.
+launch, and packed instructions widen e4m3 weights; elsewhere plain arithmetic does.
 """
 
 from __future__ import annotations
@@ -24,21 +26,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenspeed.kernels.triton.moe_align import Grouping
-from tokenspeed.kernels.triton.moe_mxfp4 import Mxfp4Weight, mxfp4_slots
+from tokenspeed.kernels.triton.moe_mxfp4 import Mxfp4Weight, mxfp4_values
 from tokenspeed.kernels.triton.prefetch import prefetch_l2
 from tokenspeed.moe.interface import Activation, ExpertFormat, MoeNeed
 
 SCALE_BLOCK = tl.constexpr(128)
 """Rows and columns of e4m3 weights that share a scale; columns whose MXFP4 scales lie together."""
-
-
-@triton.jit
-def _finish(acc):
-    """acc itself, by no instruction: the use makes the compiler wait for the product at the end of a step.
-
-    Products that are still running where a loop begins again, and take a matrix from registers that the loop writes,
-    are run one by one by ptxas 12.8 (its note C7515)."""
-    return tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+MXFP4_COLUMNS = 64
+"""Of a step: a fragment of `moe_mxfp4`."""
 
 
 @triton.jit
@@ -90,29 +85,19 @@ def _add_product(
     K: tl.constexpr, SCALE_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + W[:, start : start + BLOCK_K] x[:, ...].T. Pointers to the first column: w_row [BLOCK_N, 1] (TMA: the
-    first row's number in the descriptor w_ptr), x_row [1, BLOCK_M], scale_row [BLOCK_N]."""
+    """acc + W[:, start : start + BLOCK_K] x[:, ...].T. Pointers to the first column: w_row [BLOCK_N, 1] (MXFP4: to the
+    first byte of every sixteen rows, [BLOCK_N / 16, 1]; TMA: the first row's number in the descriptor w_ptr), x_row
+    [1, BLOCK_M], scale_row [BLOCK_N]."""
     DTYPE: tl.constexpr = x_row.dtype.element_ty
     WHOLE: tl.constexpr = K % BLOCK_K == 0
     cols = start + tl.arange(0, BLOCK_K)
     if FORMAT == "mxfp4":
-        C: tl.constexpr = BLOCK_K // 4
-        inner = tl.arange(0, C)
-        if WHOLE:
-            halves = tl.load(w_row + (start // 4 + inner)[None, :])
-        else:
-            halves = tl.load(
-                w_row + (start // 4 + inner)[None, :], mask=(start // 4 + inner < K // 4)[None, :], other=0
-            )
-        # One product for each slot, so that no value changes its thread; x comes in the same order.
-        s0, s1, s2, s3 = mxfp4_slots(halves, tl.load(scale_row + start // 128 * SCALE_STRIDE), DTYPE, PTX)
-        block_cols = start + inner // 8 * 32 + inner % 8
-        acc = tl.dot(s0, _load_x(x_row, block_cols, K, WHOLE), acc, input_precision=PRECISION)
-        acc = tl.dot(s1, _load_x(x_row, block_cols + 8, K, WHOLE), acc, input_precision=PRECISION)
-        acc = tl.dot(s2, _load_x(x_row, block_cols + 16, K, WHOLE), acc, input_precision=PRECISION)
-        acc = tl.dot(s3, _load_x(x_row, block_cols + 24, K, WHOLE), acc, input_precision=PRECISION)
-        if PTX:
-            acc = _finish(acc)
+        fragments = tl.load(w_row + (start // 64 * 512 + tl.arange(0, 512))[None, :])
+        words = tl.load(scale_row + start // 128 * SCALE_STRIDE)
+        low, high = mxfp4_values(fragments, words, start // 32 % 4)
+        half = start + tl.arange(0, 32)
+        acc = tl.dot(low.to(DTYPE), _load_x(x_row, half, K, WHOLE), acc, input_precision=PRECISION)
+        acc = tl.dot(high.to(DTYPE), _load_x(x_row, half + 32, K, WHOLE), acc, input_precision=PRECISION)
     else:
         if TMA:
             w = w_ptr.load([w_row, start])
@@ -200,7 +185,6 @@ def _grouped_kernel(
     else:
         safe_rows = rows
     wide_expert = expert.to(tl.int64)
-    W_STRIDE: tl.constexpr = K // 4 if FORMAT == "mxfp4" else K
     SCALE_STRIDE: tl.constexpr = N if FORMAT == "mxfp4" else 1
     if FORMAT == "mxfp4":
         scale_row = scale_ptr + wide_expert * ((K + SCALE_BLOCK - 1) // SCALE_BLOCK * N) + safe_rows
@@ -218,17 +202,20 @@ def _grouped_kernel(
     if TMA:
         # Rows past this expert's are the next one's, or zeros; they are not stored.
         w_row = expert * N + first_row
+    elif FORMAT == "mxfp4":
+        SIXTEEN_STRIDE: tl.constexpr = (K + 63) // 64 * 512
+        sixteens = tl.minimum(first_row // 16 + tl.arange(0, BLOCK_N // 16), N // 16 - 1)
+        w_row = w_ptr + wide_expert * (N // 16 * SIXTEEN_STRIDE) + (sixteens * SIXTEEN_STRIDE)[:, None]
     else:
-        w_row = w_ptr + wide_expert * (N * W_STRIDE) + (safe_rows * W_STRIDE)[:, None]
+        w_row = w_ptr + wide_expert * (N * K) + (safe_rows * K)[:, None]
     BLOCKS_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SPAN: tl.constexpr = (BLOCKS_K + SPLIT_K - 1) // SPLIT_K * BLOCK_K
     start_k = split * SPAN
     if PDL:
         if PREFETCH_LINES > 0:
             per_line: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
-            per_value: tl.constexpr = K // W_STRIDE
             lines = tl.arange(0, PREFETCH_LINES) * per_line
-            prefetch_l2((w_row + start_k // per_value + lines[None, :]).to(tl.int64, bitcast=True))
+            prefetch_l2((w_row + start_k + lines[None, :]).to(tl.int64, bitcast=True))
         if not IS_UP:
             gdc_wait()
         gdc_launch_dependents()
@@ -291,8 +278,8 @@ def _combine_kernel(
 @dataclass(frozen=True, slots=True)
 class GroupedTile:
     """Weight rows and columns of a tile, programs that share an output (down only), pipeline stages, warps, tiles of
-    pairs that share weights in L2, 128-byte lines of each weight row brought into L2 before the turn (down), and
-    weights by Hopper's copy engine (dense only)."""
+    pairs that share weights in L2, 128-byte lines of each weight row brought into L2 before the turn (down; not MXFP4),
+    and weights by Hopper's copy engine (dense only). Columns are as `_block_k` says for other formats."""
 
     block_n: int = 128
     block_k: int = 64
@@ -321,8 +308,8 @@ def expert_matrix(
 ) -> ExpertMatrix:
     """Put one together; `weight` contiguous."""
     if isinstance(weight, Mxfp4Weight):
-        _, num_rows, words = weight.codes.shape
-        return ExpertMatrix(format, weight.codes.view(torch.int16), weight.scales, bias, num_rows, words * 8)
+        num_rows = weight.scales.shape[2]
+        return ExpertMatrix(format, weight.codes, weight.scales, bias, num_rows, weight.width)
     return ExpertMatrix(format, weight, scale, bias, weight.shape[1], weight.shape[2])
 
 
@@ -373,7 +360,7 @@ def warm_up_grouped(need: MoeNeed, block_m: int, tile: GroupedTile, is_up: bool,
         matrix = replace(matrix, num_rows=width, width=need.intermediate_size)
     weight, scale = {
         "dense": (need.dtype, None),
-        "mxfp4": (torch.int16, torch.int32),
+        "mxfp4": (torch.uint8, torch.int32),
         "fp8_block": (torch.float8_e4m3fn, torch.float32),
     }[need.format]
     if tile.tma:
@@ -399,7 +386,7 @@ def grouped_constants(
         "TOP_K": top_k,
         "BLOCK_M": block_m,
         "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k if matrix.format == "dense" else 128,
+        "BLOCK_K": _block_k(matrix.format, tile),
         "SPLIT_K": 1 if is_up else tile.split_k,
         "GROUP_M": tile.group_m,
         "STAGES": tile.stages,
@@ -411,9 +398,13 @@ def grouped_constants(
         "TMA": tile.tma,
         "PTX": is_ptx,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "PREFETCH_LINES": 0 if is_up or tile.tma else tile.prefetch_lines,
+        "PREFETCH_LINES": 0 if is_up or tile.tma or matrix.format == "mxfp4" else tile.prefetch_lines,
         "PDL": hopper,
     }
+
+
+def _block_k(format: ExpertFormat, tile: GroupedTile) -> int:
+    return {"dense": tile.block_k, "mxfp4": MXFP4_COLUMNS, "fp8_block": SCALE_BLOCK.value}[format]
 
 
 def combine(

@@ -1,23 +1,21 @@
-"""MXFP4 expert weights as our kernels read them: rearranged once after the load, in place, one copy for every kernel.
+"""MXFP4 expert weights as our kernels read them: rearranged once after the load, one copy for every kernel.
 
-An E2M1 value s e e m in a bfloat16 at bits 15 and 8..6 is the value times 2^-126 (also 0.5, which is subnormal there),
-so one multiplication by the bfloat16 2^(scale - 127 + 126) gives it exactly. A half (int16) holds four values, slots
-0 to 3, so that few instructions bring each to those bits, and one instruction serves the two halves of a word:
+The order is that of the matrix operand of Hopper's FP8 tensor cores (`moe_mxfp4_gluon`): 16 rows by 64 columns are 512
+bytes that lie together, of which a thread of a warp takes 16 by one load and has the values it multiplies. A byte holds
+two E2M1 codes of one row, columns c and c + 32 of its 64, so that either needs few instructions to become an e4m3
+value times 2^-6, sign, exponent and mantissa at the bits where e4m3 has them:
 
-    bit     15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-    slot 0   s                    e  e  m                      as it is
-    slot 1            s                    e  e  m             << 3
-    slot 2                     s                    e  e  m    << 6
-    slot 3      s  m     e  e                                  << 1, >> 3, >> 7
+    bit                 7  6  5  4  3  2  1  0
+    e4m3                s  e  e  e  e  m  m  m
+    column c            s        e  e  m           & 0x9C
+    column c + 32          e  s           e  m     (<< 2) & 0x8C | (>> 2) & 0x10
 
-Along K in blocks of 32 values, which share a scale, 8 halves: half c, slot s is k = 32 b + 8 s + c; so the two halves
-of a word are neighbours in k, and a slot of a block goes with 8 neighbours of x.
+    codes   uint8 [E, N / 16, ceil(K / 64), 512]: the byte of row r of 16 and column c of 32 is at
+            (r / 2 * 4 + c % 16 / 4) * 16 + (r % 2 + c / 16 * 2) * 4 + c % 4                    (whole quotients)
+    scales  int32 [E, ceil(K / 128), N]: a byte for each of four blocks of 32 columns, the lowest first: scale + 6, the
+            exponent of a float32, in which the 2^6 of the codes is included
 
-    codes   int32 [E, N, K / 8], or the same as int16 [E, N, K / 4]
-    scales  int32 [E, ceil(K / 128), N]: a byte for each of four blocks, the lowest first: the bfloat16 exponent of the
-            factor above, scale + 126
-
-A scale s stands for 2^(s - 127). The factor's exponent ends at s = 128: weights of 2 and more times a code.
+A scale s stands for 2^(s - 127); s up to 248 have an exponent. Where 64 does not divide K, zeros fill the last bytes.
 """
 
 from __future__ import annotations
@@ -32,52 +30,59 @@ from torch.nn import functional
 from tokenspeed.protocol.errors import CheckpointError
 
 BLOCK = 32
-MAX_SCALE = 128
-FACTOR_EXPONENT = 126
+MAX_SCALE = 248
+ROWS, COLUMNS, FRAGMENT_BYTES = 16, 64, 512
+CODE_EXPONENT = 6
 PACK_VALUES = 2**26
-"""Values that are rearranged at once: the temporary memory is 10 bytes for each."""
+"""Values that are rearranged at once: the temporary memory is about 6 bytes for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Weight:
-    """One matrix [N, K] of E experts; see the module."""
+    """One matrix [N, K = `width`] of E experts; see the module."""
 
     codes: torch.Tensor
     scales: torch.Tensor
+    width: int
 
 
 def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, what: str) -> Mxfp4Weight:
     """Take over codes uint8 [E, N, K / 2], the low nibble first, contiguous, and read scales uint8 [E, N, K / 32].
 
+    16 divides N, 32 divides K. Where 64 divides K, the codes are rearranged where they lie.
+
     Args:
         what: names the matrix in an error.
     Raises:
-        CheckpointError: a scale above 128 over codes that are not all zero.
+        CheckpointError: a scale above 248 over codes that are not all zero.
     """
     num_experts, num_rows, half_width = codes.shape
     scales = _checked_scales(codes, scales, what)
-    at_once = max(1, PACK_VALUES // (2 * num_rows * half_width))
+    width = 2 * half_width
+    groups = -(-width // COLUMNS)
+    size = num_experts, num_rows // ROWS, groups, FRAGMENT_BYTES
+    packed = codes.view(size) if width % COLUMNS == 0 else codes.new_empty(size)
+    at_once = max(1, PACK_VALUES // (num_rows * width))
     for start in range(0, num_experts, at_once):
         part = codes[start : start + at_once]
-        part.copy_(_halves(part).view(torch.uint8).view(part.shape))
-    biased = functional.pad(scales + FACTOR_EXPONENT, (0, -scales.shape[2] % 4))
+        part = functional.pad(part, (0, groups * COLUMNS // 2 - half_width))
+        packed[start : start + at_once] = _fragments(part)
+    biased = functional.pad(scales + CODE_EXPONENT, (0, -scales.shape[2] % 4))
     words = biased.contiguous().view(torch.int32).transpose(1, 2).contiguous()
-    return Mxfp4Weight(codes.view(torch.int32), words)
+    return Mxfp4Weight(packed, words, width)
 
 
-def _halves(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [e, N, K / 2] -> int16 [e, N, K / 32, 8]."""
-    parts = codes.view(*codes.shape[:2], -1, 4, 4)  # block, slot, byte: two neighbours in k
-    halves: list[torch.Tensor] = []
-    for nibbles in (parts & 15, parts >> 4):
-        values = nibbles.to(torch.int16)
-        sign, rest = values >> 3, values & 7
-        near = (sign << 9) | rest
-        half = (near[..., 0, :] << 6) | (near[..., 1, :] << 3) | near[..., 2, :]
-        last = rest[..., 3, :]
-        half |= (sign[..., 3, :] << 14) | ((last >> 1) << 10) | ((last & 1) << 13)
-        halves.append(half)
-    return torch.stack(halves, dim=-1)
+def _fragments(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [e, N, K / 2], 64 divides K -> uint8 [e, N / 16, K / 64, 512]."""
+    num_experts, num_rows, half_width = codes.shape
+    # Sixteen rows, pair of rows, row; group, half of the group, 16 columns, four columns, byte.
+    parts = codes.view(num_experts, num_rows // ROWS, 8, 2, half_width // 32, 2, 2, 4, 2)
+    values = torch.stack((parts & 15, parts >> 4), dim=-1).flatten(-2)
+    first, second = values[:, :, :, :, :, 0], values[:, :, :, :, :, 1]
+    byte = ((first & 8) << 4) | ((first & 7) << 2)
+    byte |= ((second & 8) << 2) | ((second & 4) << 4) | (second & 3)
+    order = byte.permute(0, 1, 4, 2, 6, 5, 3, 7)
+    return order.reshape(num_experts, num_rows // ROWS, half_width // 32, FRAGMENT_BYTES)
 
 
 def _checked_scales(codes: torch.Tensor, scales: torch.Tensor, what: str) -> torch.Tensor:
@@ -94,84 +99,24 @@ def _checked_scales(codes: torch.Tensor, scales: torch.Tensor, what: str) -> tor
 
 
 @triton.jit
-def _decode_ptx(halves, factors):
-    """int16 halves [N, C] of four E2M1 values, factors bfloat16 [N, C] -> the values of slots 0 to 3, bfloat16 [N, C].
-
-    Two halves an instruction; see the module."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 t, a, b, c, d;
-        and.b32 a, $4, 0x81C081C0;
-        shl.b32 t, $4, 3;
-        and.b32 b, t, 0x81C081C0;
-        shl.b32 t, $4, 6;
-        and.b32 c, t, 0x81C081C0;
-        shl.b32 t, $4, 1;
-        and.b32 d, t, 0x80008000;
-        shr.u32 t, $4, 3;
-        lop3.b32 d, t, 0x01800180, d, 0xEA;
-        shr.u32 t, $4, 7;
-        lop3.b32 d, t, 0x00400040, d, 0xEA;
-        mul.bf16x2 $0, a, $5;
-        mul.bf16x2 $1, b, $5;
-        mul.bf16x2 $2, c, $5;
-        mul.bf16x2 $3, d, $5;
-        }
-        """,
-        "=r,=r,=r,=r,r,r",
-        [halves, factors],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
+def _times_scale(bits, word, block):
+    """float32 bits of codes times 2^-126, exactly times 2^126 and 2^(scale - 127); block [..] of 0 to 3."""
+    factor = (((word >> (block * 8)) & 255) << 23).to(tl.float32, bitcast=True)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * factor  # 2^120: the byte has the other 2^6
 
 
 @triton.jit
-def _factors(words, DTYPE: tl.constexpr):
-    """Bytes 0 to 3 as exponents of bfloat16: four powers of two; bfloat16 where DTYPE is that, else float32.
+def mxfp4_values(fragments, words, block):
+    """Plain arithmetic for any GPU: fragments uint8 [N / 16, 512], which are one group of 64 columns, and words of
+    scales [N] -> float32 values of columns 0 to 31 and 32 to 63, each [N, 32].
 
-    Two at a time: a product takes either half of a register."""
-    even = (words & 0x00FF00FF) << 7
-    odd = (words >> 1) & 0x7F807F80
-    if tl.bfloat16 == DTYPE:
-        f0 = even.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        f1 = odd.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        f2 = (even >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        f3 = (odd >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        f0 = (even << 16).to(tl.float32, bitcast=True)
-        f1 = (odd << 16).to(tl.float32, bitcast=True)
-        f2 = (even & -65536).to(tl.float32, bitcast=True)
-        f3 = (odd & -65536).to(tl.float32, bitcast=True)
-    return f0, f1, f2, f3
-
-
-@triton.jit
-def _from_bits(bits, factors):
-    """Bits of a bfloat16 times a factor, in float32."""
-    return (bits << 16).to(tl.float32, bitcast=True) * factors.to(tl.float32)
-
-
-@triton.jit
-def mxfp4_slots(halves, words, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """128 columns: halves int16 [N, 32], scale words int32 [N] -> the values of slots 0 to 3, each [N, 32] in DTYPE.
-
-    Only views and arithmetic: then the compiler loads into the registers from which tensor cores take a matrix. An
-    index (tl.arange) in between sends every value through shared memory.
-
-    PTX: DTYPE is bfloat16 and the GPU has packed instructions for it.
+    Args:
+        block: 0 or 2, the place of the first columns' scale in a word.
     """
-    N: tl.constexpr = halves.shape[0]
-    f0, f1, f2, f3 = _factors(words, DTYPE)
-    factors = tl.reshape(tl.join(tl.join(f0, f2), tl.join(f1, f3)), (N, 4, 1))
-    factors = tl.reshape(tl.broadcast_to(factors, (N, 4, 8)), (N, 32))
-    if PTX:
-        s0, s1, s2, s3 = _decode_ptx(halves, factors)
-    else:
-        w = halves.to(tl.int32)
-        s0 = _from_bits(w & 0x81C0, factors).to(DTYPE)
-        s1 = _from_bits((w << 3) & 0x81C0, factors).to(DTYPE)
-        s2 = _from_bits((w << 6) & 0x81C0, factors).to(DTYPE)
-        s3 = _from_bits(((w << 1) & 0x8000) | ((w >> 3) & 0x0180) | ((w >> 7) & 0x0040), factors).to(DTYPE)
-    return s0, s1, s2, s3
+    N: tl.constexpr = fragments.shape[0] * 16
+    # Sixteen rows, pair of rows, four columns, 16 columns, row, byte -> by row, by column.
+    bytes = tl.permute(tl.reshape(fragments, (N // 16, 8, 4, 2, 2, 4)), (0, 1, 4, 3, 2, 5))
+    codes = tl.reshape(bytes, (N, 32)).to(tl.int32)
+    first = ((codes & 0x80) << 24) | ((codes & 0x1C) << 20)
+    second = ((codes & 0x20) << 26) | ((codes & 0x40) << 18) | ((codes & 3) << 22)
+    return _times_scale(first, words[:, None], block), _times_scale(second, words[:, None], block + 1)

@@ -6,17 +6,18 @@ token counts up to its `max_tokens` that no smaller plan covers, the last one fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
 import msgspec
 
 from tokenspeed.kernels.triton.moe_grouped import GroupedTile
+from tokenspeed.kernels.triton.moe_mxfp4_mma import MmaTile
 from tokenspeed.moe.interface import ExpertFormat, MoeNeed
 from tokenspeed.protocol.errors import ConfigError
 
-MAX_GEMV_TOKENS = {"mxfp4": 1, "dense": 8}
-"""Without a table: up to where the GEMV won for gpt-oss-20b and Qwen3-30B-A3B on an H200."""
+MAX_GEMV_TOKENS = 8
+"""Without a table, dense experts: up to where the GEMV won for Qwen3-30B-A3B on an H200."""
 DEFAULT_TILE = GroupedTile()
 NO_LIMIT = 2**31 - 1
 
@@ -37,11 +38,20 @@ class ExpertShape:
 
 
 @dataclass(frozen=True, slots=True)
+class MmaTiles:
+    """Of `moe_mxfp4_mma`, one for each matrix."""
+
+    gate_up: MmaTile
+    down: MmaTile
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertPlan:
     """Up to `max_tokens`: the kernels of `moe_gemv`, or pairs in tiles of `block_m` with a tile for each matrix.
 
     wide_parts: what experts give is kept in float32 until it is summed, not in the model's dtype.
     widen: MXFP4 matrices are widened first, by `moe_widen`, and the tiles are for dense ones.
+    mma: the kernels of `moe_mxfp4_mma` with these tiles, in place of `gate_up` and `down`.
     """
 
     max_tokens: int
@@ -51,6 +61,7 @@ class ExpertPlan:
     down: GroupedTile = DEFAULT_TILE
     wide_parts: bool = True
     widen: bool = False
+    mma: MmaTiles | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +117,60 @@ def choose(plans: tuple[ExpertPlan, ...], num_tokens: int) -> ExpertPlan:
     return plans[-1]
 
 
-def heuristic_plans(shape: ExpertShape, has_gemv: bool, shared_bytes: int, is_float32: bool) -> tuple[ExpertPlan, ...]:
+SMALL_UP = MmaTile(64, 1, 4, 4, True, 4)
+SMALL_DOWN = MmaTile(128, 1, 3, 4, True, 2)
+WIDE_TILE = MmaTile(128, 1, 3, 4, False, 2)
+LARGE_TILES = MmaTiles(MmaTile(64, 1, 3, 4, False, 1), MmaTile(128, 1, 3, 4, False, 1, 1, 2))
+MMA_PLANS = (
+    # Tokens, pairs an expert gets on average (the larger count holds), pairs a tile, tiles.
+    (1, 0.0, 8, MmaTiles(MmaTile(64, 1, 6, 4, True, 4), MmaTile(64, 1, 4, 4, True, 4, 2))),
+    (2, 0.0, 8, MmaTiles(SMALL_DOWN, MmaTile(64, 1, 6, 4, True, 4))),
+    (5, 0.0, 8, MmaTiles(SMALL_UP, SMALL_DOWN)),
+    (11, 0.0, 8, MmaTiles(MmaTile(64, 1, 4, 4, True, 2), SMALL_UP)),
+    (22, 2.75, 8, MmaTiles(MmaTile(64, 2, 3, 4, True, 4), MmaTile(64, 1, 3, 4, True, 4))),
+    (45, 5.625, 8, MmaTiles(MmaTile(64, 2, 3, 4, True, 4), SMALL_DOWN)),
+    (128, 16.0, 16, MmaTiles(MmaTile(128, 1, 4, 4, False, 2), SMALL_DOWN)),
+    (512, 64.0, 32, MmaTiles(WIDE_TILE, WIDE_TILE)),
+)
+"""The fastest of a sweep for gpt-oss-20b on an H200 (32 experts, top 4, 2880 x 2880; docs/log.md), at 1, 2, 4, 8, 16,
+32, 64 and 256 tokens, each to the geometric middle. `LARGE_TILES` were at 1024."""
+MMA_PAIRS = 256
+"""An expert gets, up to which `moe_mxfp4_mma` is taken to be faster than widening first: 2048 tokens of gpt-oss-20b."""
+WIDEN_BYTES = 2**31
+"""Scratch that widening may take without a table: 1.06 GB for gpt-oss-20b, not 4.25 GB for gpt-oss-120b."""
+
+
+def mma_plans(shape: ExpertShape) -> tuple[ExpertPlan, ...]:
+    """Plans of `moe_mxfp4_mma` for a shape without a table: a few tokens by their number, because each has experts of
+    its own; more by what an expert gets of them."""
+    plans: list[ExpertPlan] = []
+    for tokens, pairs, block_m, tiles in MMA_PLANS:
+        limit = max(tokens, int(pairs * shape.num_experts / shape.top_k))
+        if not plans or limit > plans[-1].max_tokens:
+            plans.append(ExpertPlan(limit, block_m=block_m, mma=tiles))
+    large = ExpertPlan(NO_LIMIT, block_m=64, wide_parts=False, mma=LARGE_TILES)
+    limit = MMA_PAIRS * shape.num_experts // shape.top_k
+    wide_bytes = shape.num_experts * 2 * shape.intermediate_size * shape.hidden_size * 2
+    if wide_bytes > WIDEN_BYTES or limit <= plans[-1].max_tokens:
+        return (*plans, large)
+    tile = GroupedTile(256, 64, 1, 4, 8, 8)
+    return (*plans, replace(large, max_tokens=limit), ExpertPlan(NO_LIMIT, False, 128, tile, tile, False, True))
+
+
+def heuristic_plans(
+    shape: ExpertShape, has_gemv: bool, shared_bytes: int, is_float32: bool, has_mma: bool = False
+) -> tuple[ExpertPlan, ...]:
     """Plans for a shape without a table. Not measured: tiles of pairs about twice what an expert gets on average, so
     that most experts take one tile; large tiles where the GPU has Hopper's shared memory for them.
 
     Args:
         shared_bytes: that one program may have.
         is_float32: activations (and dense weights) take 4 bytes.
+        has_mma: `moe_mxfp4_mma` serves these experts.
     """
-    gemv_tokens = MAX_GEMV_TOKENS.get(shape.format, 0) if has_gemv else 0
+    if has_mma:
+        return mma_plans(shape)
+    gemv_tokens = MAX_GEMV_TOKENS if has_gemv else 0
     plans = [ExpertPlan(gemv_tokens, gemv=True)] if gemv_tokens else []
     if is_float32:
         tile = GroupedTile(64, 32, 1, 2, 4)

@@ -2,8 +2,8 @@
 
 Formula   wide[e, n, k] = code[e, n, k] * 2^(scale - 127) in bfloat16, exactly (see `moe_mxfp4`)
 Bytes     17 / 32 + 2 a value: GPT-OSS 20B's gate and up, 531 million values, 1.34 GB
-Bound     memory: 0.32 ms for that at 4.26 TB/s, 0.47 ms with down. Worth it where the grouped kernels lose more by
-          widening every value again for each tile of pairs.
+Bound     memory: 0.32 ms for that at 4.26 TB/s, 0.47 ms with down. Worth it where an expert has so many pairs
+          that dense products are faster than those of `moe_mxfp4_mma` by more than that.
 
 The values lie in a scratch buffer that all layers of a size share: widen gate and up, multiply, widen down over them.
 """
@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix
-from tokenspeed.kernels.triton.moe_mxfp4 import mxfp4_slots
+from tokenspeed.kernels.triton.moe_mxfp4 import mxfp4_values
 
 BLOCK_N = 64
 """Rows of a program, by 128 columns: 4.5 KB in, 16 KB out, and enough of them at a time to hide the memory."""
@@ -57,36 +57,38 @@ def _widen_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N rows of an expert by 128 columns. Columns run fastest over programs, so that pages are written whole."""
     CHUNKS: tl.constexpr = (K + 127) // 128
+    GROUPS: tl.constexpr = (K + 63) // 64
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     chunk = program % CHUNKS
     expert = (program // (CHUNKS * NUM_N)).to(tl.int64)
-    rows = program // CHUNKS % NUM_N * BLOCK_N + tl.arange(0, BLOCK_N)
-    live = rows < N
-    halves = chunk * 32 + tl.arange(0, 32)
-    codes = tl.load(
-        codes_ptr + expert * (N * (K // 4)) + rows[:, None] * (K // 4) + halves[None, :],
-        mask=live[:, None] & (halves < K // 4)[None, :],
-        other=0,
-    )
-    words = tl.load(scales_ptr + expert * (CHUNKS * N) + chunk * N + rows, mask=live, other=0)
-    s0, s1, s2, s3 = mxfp4_slots(codes, words, wide_ptr.dtype.element_ty, PTX)
-    # [N, block and half, two bits of the slot] -> by block, slot, half, which is the order of columns.
-    slots = tl.join(tl.join(s0, s2), tl.join(s1, s3))
-    values = tl.permute(tl.reshape(slots, (BLOCK_N, 4, 8, 4)), (0, 1, 3, 2))
-    values = tl.reshape(values, (BLOCK_N, 128))
+    first_row = program // CHUNKS % NUM_N * BLOCK_N
+    rows = first_row + tl.arange(0, BLOCK_N)
+    # Fragments by group, then by sixteen rows: what two groups give is joined along columns.
+    sixteens = first_row // 16 + tl.arange(0, BLOCK_N // 16)
+    where = codes_ptr + expert * (N // 16 * GROUPS * 512) + (sixteens * (GROUPS * 512) + chunk * 1024)[:, None]
+    where = where + tl.arange(0, 512)[None, :]
+    num_far = tl.where(chunk * 2 + 1 < GROUPS, N // 16, 0)
+    words = tl.load(scales_ptr + expert * (CHUNKS * N) + chunk * N + rows, mask=rows < N, other=0)
+    near = tl.load(where, mask=(sixteens < N // 16)[:, None], other=0)
+    far = tl.load(where + 512, mask=(sixteens < num_far)[:, None], other=0)
+    v0, v1 = mxfp4_values(near, words, 0)
+    v2, v3 = mxfp4_values(far, words, 2)
+    # [N, 32 columns, bit 0 and bit 1 of the block] -> by block, by column.
+    DTYPE: tl.constexpr = wide_ptr.dtype.element_ty
+    blocks = tl.join(tl.join(v0.to(DTYPE), v2.to(DTYPE)), tl.join(v1.to(DTYPE), v3.to(DTYPE)))
+    values = tl.reshape(tl.permute(tl.reshape(blocks, (BLOCK_N, 32, 4)), (0, 2, 1)), (BLOCK_N, 128))
     cols = chunk * 128 + tl.arange(0, 128)
     if PDL:
         # Nobody reads the buffer any more.
         gdc_wait()
         gdc_launch_dependents()
     where = wide_ptr + expert * (N * K) + rows[:, None] * K + cols[None, :]
-    tl.store(where, values, mask=live[:, None] & (cols < K)[None, :])
+    tl.store(where, values, mask=(rows < N)[:, None] & (cols < K)[None, :])
 
 
 def widen(matrix: ExpertMatrix, scratch: torch.Tensor, hopper: bool) -> ExpertMatrix:
@@ -99,9 +101,8 @@ def widen(matrix: ExpertMatrix, scratch: torch.Tensor, hopper: bool) -> ExpertMa
     assert matrix.format == "mxfp4" and matrix.scale is not None
     wide = scratch[: num_values(matrix)].view(num_experts, matrix.num_rows, matrix.width)
     programs = num_experts * triton.cdiv(matrix.num_rows, BLOCK_N) * triton.cdiv(matrix.width, 128)
-    is_ptx = hopper and scratch.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
     _widen_kernel[(programs,)](
         matrix.weight, matrix.scale, wide, N=matrix.num_rows, K=matrix.width, BLOCK_N=BLOCK_N,
-        PTX=is_ptx, PDL=hopper, num_warps=4, launch_pdl=hopper,
+        PDL=hopper, num_warps=4, launch_pdl=hopper,
     )  # fmt: skip
     return replace(matrix, format="dense", weight=wide, scale=None)
