@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tokenspeed.config.flags import Declared, build_parser
@@ -25,25 +25,12 @@ def parse_known(
     return vars(values), rest
 
 
-def parse_all(
-    flags: Sequence[Declared],
-    argv: Sequence[str],
-    prog: str,
-    description: str,
-    refused: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+def parse_all(flags: Sequence[Declared], argv: Sequence[str], prog: str, description: str) -> dict[str, Any]:
     """As `parse_known`, where every word must be ours.
 
-    Args:
-        refused: flags that people will type and that are not there -> why, or what to use.
-
     Raises:
-        ConfigError: an unknown flag (names the closest one) or a refused one, a stray word, or a bad value.
+        ConfigError: an unknown flag (names the closest one), a stray word, or a bad value.
     """
-    for word in argv:
-        name = word.split("=", 1)[0]
-        if name in (refused or {}):
-            raise ConfigError(f"known flag {name} is not available in this version: {(refused or {})[name]}")
     values, rest = parse_known(flags, argv, prog, description)
     if rest:
         accepted = sorted({name for item in flags for name in (*item.flag.names, *item.flag.off_names)})

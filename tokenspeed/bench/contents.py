@@ -7,6 +7,7 @@ read without the model's config, so that any server's tokenizer will do.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +17,9 @@ from tokenspeed.bench.sessions import Piece
 from tokenspeed.checkpoint.gguf_file import read_gguf
 from tokenspeed.checkpoint.resolve import resolve_tokenizer
 from tokenspeed.protocol.errors import CheckpointError
+from tokenspeed.text.chat_template import load_chat_template, render_chat_ids
 from tokenspeed.text.gguf_tokenizer import build_gguf_tokenizer
+from tokenspeed.text.tokenizer import load_tokenizer
 
 FIRST_ID = 1000
 """Below it vocabularies keep bytes and special tokens."""
@@ -60,6 +63,17 @@ class RandomText:
 def count_tokens(tokenizer: tokenizers.Tokenizer, text: str) -> int:
     """Tokens of a text, without what a post-processor adds."""
     return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def chat_prompt(name: str) -> Callable[[str], list[int]]:
+    """A function from a user's message to the token ids of the prompt that the model's chat template makes of it.
+
+    Raises:
+        CheckpointError: no tokenizer, or one that cannot be read.
+    """
+    tokenizer = load_tokenizer(resolve_tokenizer(name), None)
+    template = load_chat_template(tokenizer)
+    return lambda text: render_chat_ids(tokenizer, template, [{"role": "user", "content": text}])
 
 
 def load_backend(name: str) -> tokenizers.Tokenizer:

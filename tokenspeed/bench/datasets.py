@@ -113,6 +113,7 @@ def sharegpt_sessions(
     output_len: int | None,
     max_len: int | None,
     skip_min_check: bool,
+    render: Callable[[str], list[int]] | None = None,
 ) -> list[Session]:
     """First question and the length of its first answer, of conversations in ShareGPT's JSON, in random order.
 
@@ -122,6 +123,7 @@ def sharegpt_sessions(
         output_len: instead of the answer's own length.
         max_len: prompt and output together, instead of the customary limits (1024 and 2048).
         skip_min_check: keep conversations of fewer than 4 tokens.
+        render: makes the prompt's token ids of a question; None = the question is the prompt.
 
     Raises:
         ConfigError: a file of another shape, or with fewer usable conversations than asked for.
@@ -132,7 +134,8 @@ def sharegpt_sessions(
     for question, answer in pairs:
         if len(sessions) == number:
             break
-        prompt_len = count(question)
+        prompt = question if render is None else render(question)
+        prompt_len = count(prompt) if isinstance(prompt, str) else len(prompt)
         wanted = count(answer) if output_len is None else output_len
         if not skip_min_check and (prompt_len < MIN_TOKENS or (output_len is None and wanted < MIN_TOKENS)):
             continue
@@ -140,7 +143,7 @@ def sharegpt_sessions(
         if prompt_len + wanted > limit or (max_len is None and prompt_len > MAX_PROMPT_TOKENS):
             continue
         if prompt_len and wanted:
-            sessions.append(Session((Turn(question, wanted),)))
+            sessions.append(Session((Turn(prompt, wanted),)))
     if len(sessions) < number:
         raise ConfigError(
             f"--num-prompts is {number}, but {path} has {len(sessions)} usable conversations of {len(pairs)}; lower it"

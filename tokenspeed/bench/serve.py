@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tokenspeed.bench.arrivals import Strategy, arrival_times, constant, ramp
-from tokenspeed.bench.contents import Contents, RandomIds, RandomText, count_tokens, load_backend
+from tokenspeed.bench.contents import Contents, RandomIds, RandomText, chat_prompt, count_tokens, load_backend
 from tokenspeed.bench.datasets import agent_sessions, random_sessions, shaped_sessions, sharegpt_sessions
 from tokenspeed.bench.http_client import RequestResult, find_model, open_session, stream_request
 from tokenspeed.bench.load import run_load
@@ -152,7 +152,8 @@ def make_sessions(args: ServeArgs, model: str) -> tuple[list[Session], list[Sess
     generator = random.Random(args.seed)
     if args.dataset_name == "sharegpt":
         assert args.dataset_path is not None
-        backend = load_backend(_tokenizer_name(args, model))
+        name = _tokenizer_name(args, model)
+        backend = load_backend(name)
         found = sharegpt_sessions(
             args.dataset_path,
             args.num_prompts + args.num_warmups,
@@ -161,6 +162,7 @@ def make_sessions(args: ServeArgs, model: str) -> tuple[list[Session], list[Sess
             output_len=args.output_len or args.sharegpt_output_len,
             max_len=args.max_model_len,
             skip_min_check=args.skip_min_tokens_check,
+            render=chat_prompt(name) if args.apply_chat_template else None,
         )
         return found[: args.num_prompts], found[args.num_prompts :]
     sends_ids = not args.is_chat and not (args.dataset_name == "multi-turn" and args.backend == "openai")

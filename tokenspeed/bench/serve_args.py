@@ -28,14 +28,12 @@ BACKENDS = ("openai", "openai-chat", "tokenspeed")
 ENDPOINTS = {"openai": "/v1/completions", "tokenspeed": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
 _NO_ACTIVITY = "servers' torch profilers record CPU and GPU"
-REFUSED = {
-    "--apply-chat-template": "use --backend openai-chat, with which the server applies the model's template",
-}
 
 ONLY_FOR = {
     "dataset_path": ("sharegpt",),
     "sharegpt_output_len": ("sharegpt", "sharegpt-shaped"),
     "skip_min_tokens_check": ("sharegpt",),
+    "apply_chat_template": ("sharegpt",),
     "random_input_len": ("random",),
     "random_output_len": ("random",),
     "random_range_ratio": ("random",),
@@ -155,6 +153,8 @@ class ServeArgs:
                             "--disable-ignore-eos.", kind="on", default_text="on")
     disable_ignore_eos: bool = flag(False, "--disable-ignore-eos", REQUEST, "Let answers end early; the field is then "
                                     "not sent.", kind="on")
+    apply_chat_template: bool = flag(False, "--apply-chat-template", REQUEST, "Put questions as the model's chat "
+                                     "template does, for a completions API.", kind="on")
     logprobs: int | None = flag(None, "--logprobs", REQUEST, "Ask for logprobs with that many alternatives.",
                                 parse=integer, metavar="N", at_least=0)
     extra_body: dict[str, Any] | None = flag(  # noqa: RUF009 (it is dataclasses.field() with our metadata)
@@ -228,7 +228,7 @@ def parse_serve(argv: Sequence[str]) -> ServeArgs:
         ConfigError: a flag that is unknown, refused, wrong, or without effect beside the others.
     """
     flags = declared_flags(ServeArgs)
-    values = parse_all(flags, argv, PROG, _ABOUT, REFUSED)
+    values = parse_all(flags, argv, PROG, _ABOUT)
     for item in flags:
         if item.flag.kind == "values" and item.field_name in values:
             values[item.field_name] = tuple(values[item.field_name])
@@ -258,6 +258,8 @@ def _check_pairs(args: ServeArgs, values: dict[str, Any]) -> None:
     for needed, asking in (("ramp_up_start_rps", "ramp_up_strategy"), ("ramp_up_end_rps", "ramp_up_strategy")):
         if (needed in values) != (asking in values):
             raise ConfigError("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps go together; give all")
+    if args.apply_chat_template and args.is_chat:
+        raise ConfigError("--apply-chat-template has no effect with --backend openai-chat: the server applies it there")
     for name in ("profile_num_steps", "profile_activities"):
         if name in values and not args.profile:
             raise ConfigError(f"{_spelled(name)} has no effect without --profile")

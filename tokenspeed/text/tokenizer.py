@@ -23,12 +23,13 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 
 
 def load_tokenizer(
-    checkpoint: Checkpoint | str | Path, model: ModelConfig, trust_remote_code: bool = False
+    checkpoint: Checkpoint | str | Path, model: ModelConfig | None, trust_remote_code: bool = False
 ) -> Tokenizer:
     """The tokenizer of a model, with the chat templates found beside it.
 
     Args:
         checkpoint: a resolved checkpoint, or the tokenizer's folder or .gguf file.
+        model: whose logits are decoded; None for a client, which has none.
         trust_remote_code: may run Python code that comes with the model.
 
     Raises:
@@ -47,7 +48,7 @@ def load_tokenizer(
         templates = _folder_templates(path, config)
     return Tokenizer(
         backend,
-        vocab_size=model.vocab_size,
+        vocab_size=backend.get_vocab_size() if model is None else model.vocab_size,
         special_tokens=special_tokens,
         chat_templates=templates,
         origin=str(path),
