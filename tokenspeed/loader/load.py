@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import torch
@@ -35,14 +35,25 @@ SHOWN = 5
 logger = logging.getLogger(__name__)
 
 
+def _take_all(weights: Sequence[CheckpointWeight]) -> None:
+    """For models that any device has room for."""
+
+
 def load_model(
-    model: Model, checkpoint: Checkpoint, config: ModelConfig, *, seed: int = 0, progress: bool = True
+    model: Model,
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    seed: int = 0,
+    progress: bool = True,
+    approve: Callable[[Sequence[CheckpointWeight]], None] = _take_all,
 ) -> None:
     """Fill `model` and finish it.
 
     Args:
         seed: of the random weights when the checkpoint has none (load format dummy).
         progress: show a bar on standard error, when that is a terminal.
+        approve: called with the tensors that will be read, before the first is; raises where they have no room.
 
     Raises:
         CheckpointError: a file that is missing, damaged or cut off; a tensor that is missing, not expected, or of a
@@ -51,6 +62,7 @@ def load_model(
     started = time.perf_counter()
     weights = open_weights(checkpoint, config, model, seed)
     matched = match(model, weights, checkpoint)
+    approve([weight for _, weight in matched])
     total_bytes = sum(weight.nbytes for _, weight in matched)
     with (
         startup_phase("weights.read_copy"),
