@@ -13,7 +13,7 @@ from tokenspeed.config.gpu_choices import MAX_PREFILL_TOKENS, capture_ladder, pr
 from tokenspeed.config.model import ModelConfig, MoeConfig
 from tokenspeed.config.quantization import QuantizationConfig
 from tokenspeed.config.rope import RopeConfig
-from tokenspeed.runner import build_cuda
+from tokenspeed.runner import trial_steps
 from tokenspeed.runner.warm_up import representatives, warm_up_plans
 
 SEQS, CONTEXT, BUDGET, PAGE = 256, 8192, 8192, 64
@@ -58,9 +58,13 @@ def missing(model: str, seed: int) -> set[Variant]:
         known = set(launched)  # by the compile workers
         launched.clear()
         config = SimpleNamespace(
-            max_num_batched_tokens=BUDGET, max_num_seqs=SEQS, max_model_len=CONTEXT, page_size=PAGE
+            max_num_batched_tokens=BUDGET,
+            max_num_seqs=SEQS,
+            max_model_len=CONTEXT,
+            page_size=PAGE,
+            capture_sizes=ladder,
         )
-        for sizing in (build_cuda._prompt_step, build_cuda._decode_step):
+        for sizing in (trial_steps.recorded_step, trial_steps.decode_step, trial_steps.prompt_step):
             gpu.run(sizing(config, len(gpu.groups)))
         gpu.capture(ladder, prompts)
         for _ in range(12):  # prompts, some behind a prefix, and crowds of them

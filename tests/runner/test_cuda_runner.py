@@ -22,6 +22,7 @@ from tokenspeed.cache.spec import group_layers
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.kernels.triton.sampling import SlotSampling
+from tokenspeed.protocol.errors import ConfigError
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import RowResult, StepPlan, StepResult
@@ -380,3 +381,35 @@ def test_the_thread_is_as_it_was_once_a_runner_is_closed(recording: Recording) -
     assert not torch.is_inference_mode_enabled()
     if ON_GPU:
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def _full(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 is full")
+
+
+def test_a_step_without_memory_names_bytes_and_flags(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps its kind: what filled the GPU may have been another process."""
+    plan, after = random_plans(0)[:2]
+    with opened(GraphPlan(), recording) as runner:
+        runner.execute(plan).result()
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 80 * 2**30))
+        monkeypatch.setattr(runner, "_launch", _full)
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            runner.execute(after).result()
+    for part in ("running a step", "3.00 GiB needed", "1.00 GiB of 80.00 GiB free", "--gpu-memory-utilization"):
+        assert part in str(raised.value), str(raised.value)
+    assert "--max-num-seqs" in str(raised.value)
+
+
+@pytest.mark.parametrize("where", ["_record", "_launch"])
+def test_recording_without_memory_names_bytes_and_flags(
+    where: str, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 80 * 2**30))
+    monkeypatch.setattr(CudaModelRunner, where, _full)
+    warm_up = tuple(random_plans(0)[:1])
+    with pytest.raises(ConfigError) as raised, opened(GraphPlan((1, 2), warm_up=warm_up), recording):
+        pass
+    for part in ("recording steps", "3.00 GiB needed", "1.00 GiB of 80.00 GiB free", "--max-cudagraph-capture-size"):
+        assert part in str(raised.value), str(raised.value)
+    assert "--enforce-eager" in str(raised.value)

@@ -19,6 +19,7 @@ from tokenspeed.runner.memory import (
     SLACK_BYTES,
     MemoryUse,
     PoolWish,
+    TrialSteps,
     graph_reserve_bytes,
     plan_kv_pages,
     prefill_reserve_bytes,
@@ -144,28 +145,61 @@ def test_graph_reserve():
     assert prefill_reserve_bytes((16, 512), 1000, GIB, 8192) == GIB // 16 + 2 * each
 
 
+NARROW = "--kv-cache-dtype fp8"
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_named"),
+    [
+        ({"max_model_len": 70_000, "number_bytes": 2}, True),
+        ({"max_model_len": 70_000, "number_bytes": 1}, False),  # it is fp8 already
+        ({"max_model_len": 200_000, "number_bytes": 2}, False),  # half is too much as well
+        ({"num_pages": 1000, "number_bytes": 2}, True),
+        ({"pool_bytes": 20 * GIB, "number_bytes": 2}, False),  # so many bytes, whatever they hold
+        ({"pool_bytes": 5 * GIB, "max_model_len": 60_000, "number_bytes": 2}, True),
+        ({"pool_bytes": 3 * GIB, "max_model_len": 60_000, "number_bytes": 2}, False),
+    ],
+)
+def test_an_8_bit_cache_is_named_where_it_is_enough(changes, is_named):
+    """6 GiB are there; a page of 64 tokens takes 9 MiB."""
+    about = {"utilization": 0.3, "max_model_len": 4096, **changes}
+    use = MemoryUse(USE.total, USE.others, USE.weights, USE.step, USE.graphs + 4 * GIB)
+    message = refused(use, wish(**about))
+    assert (NARROW in message) == is_named, message
+    if is_named and "pool_bytes" not in changes:
+        assert plan_kv_pages(use, wish(**{**about, "page_bytes": PAGE // 2}))
+
+
+def test_lighter_weights_are_named_where_they_are_enough():
+    flag = "use --quantization fp8"
+    use = MemoryUse(24 * GIB, GIB, 18 * GIB, GIB, GIB)
+    assert flag in refused(use, wish(lighter=[flag], utilization=0.88))
+    assert flag not in refused(use, wish(lighter=[], utilization=0.88))
+    assert flag not in refused(use, wish(lighter=[flag], utilization=0.88, max_model_len=10**6))
+
+
 class FakeCuda:
-    """An allocator that keeps what it has once taken, and a driver that counts."""
+    """An allocator that keeps what it has once taken until it is told to give it back, and a driver that counts."""
 
     def __init__(self, total: int, others: int, weights: int) -> None:
-        self.total, self.others = total, others
+        self.total, self.others, self.weights = total, others, weights
         self.reserved = self.peak = weights
-        self.calls: list[str] = []
 
     def take(self, nbytes: int) -> None:
-        if self.others + self.reserved + nbytes > self.total:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        self.reserved = max(self.reserved, nbytes)
+        """So many bytes are in use for a while, beside the weights."""
+        if self.others + self.weights + nbytes > self.total:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes / GIB:.2f} GiB.")
+        self.reserved = max(self.reserved, self.weights + nbytes)
         self.peak = max(self.peak, self.reserved)
 
     def face(self) -> types.SimpleNamespace:
         return types.SimpleNamespace(
-            empty_cache=lambda: self.calls.append("empty_cache"),
-            memory_reserved=lambda device: self.reserved,
-            max_memory_reserved=lambda device: self.peak,
-            reset_peak_memory_stats=lambda device: setattr(self, "peak", self.reserved),
-            synchronize=lambda device: self.calls.append("synchronize"),
-            mem_get_info=lambda device: (self.total - self.others - self.reserved, self.total),
+            empty_cache=lambda: setattr(self, "reserved", self.weights),
+            memory_reserved=lambda: self.reserved,
+            max_memory_reserved=lambda: self.peak,
+            reset_peak_memory_stats=lambda: setattr(self, "peak", self.reserved),
+            synchronize=lambda: None,
+            mem_get_info=lambda: (self.total - self.others - self.reserved, self.total),
         )
 
 
@@ -175,36 +209,56 @@ def config(**changes) -> types.SimpleNamespace:
         "capture_sizes": (1, 2),
         "prefill_sizes": (16, 64),
         "max_num_batched_tokens": 512,
-        "model": types.SimpleNamespace(vocab_size=1000),
+        "model": types.SimpleNamespace(vocab_size=1000, quantization=None, qtype=None),
         "page_size": 64,
         "max_model_len": 4096,
         "num_pages": None,
         "kv_memory_bytes": None,
+        "kv_cache_dtype": "bfloat16",
+        "dtype": "bfloat16",
+        "quantize_on_load": None,
     }
     return types.SimpleNamespace(**{**about, **changes})
 
 
-def test_measuring(monkeypatch):
-    cuda = FakeCuda(total=100 * GIB, others=GIB, weights=16 * GIB)
-    monkeypatch.setattr(memory.torch, "cuda", cuda.face())
-    groups = [GroupSpec("full", "full", 64, PAGE, 0)]
+FULL = [GroupSpec("full", "full", 64, PAGE, 0)]
 
-    def decode() -> None:
-        cuda.take(17 * GIB)
 
-    def prefill() -> None:
-        cuda.take(19 * GIB)
+def measured(cuda: FakeCuda, recorded: int | None, decode: int, prefill: int, records_prompts: bool = True) -> int:
+    def loading() -> None:
+        cuda.take(prefill)
         cuda.others += GIB  # kernels are loaded
 
-    pages = size_cuda_pool(prefill, decode, groups, config(), torch.device("cuda"))
+    trial = TrialSteps(
+        recorded=None if recorded is None else lambda: cuda.take(recorded),
+        decode=lambda: cuda.take(decode),
+        prefill=loading,
+    )
+    return size_cuda_pool(trial, FULL, config(), records_prompts)
+
+
+def test_measuring(monkeypatch):
+    """Each step by itself: graphs keep what the recorded one takes, not what the eager sampler does."""
+    cuda = FakeCuda(total=100 * GIB, others=GIB, weights=16 * GIB)
+    monkeypatch.setattr(memory.torch, "cuda", cuda.face())
+    pages = measured(cuda, recorded=GIB, decode=4 * GIB, prefill=3 * GIB)
     graphs = graph_reserve_bytes((1, 2), 1000, GIB) + prefill_reserve_bytes((16, 64), 1000, 3 * GIB, 512)
-    assert pages == (90 * GIB - 2 * GIB - 16 * GIB - 3 * GIB - SLACK_BYTES - graphs) // PAGE - 1
-    assert cuda.calls == ["empty_cache", "synchronize", "synchronize"]
+    assert pages == (90 * GIB - 2 * GIB - 16 * GIB - 4 * GIB - SLACK_BYTES - graphs) // PAGE - 1
+
+
+def test_nothing_is_kept_for_graphs_that_cannot_be(monkeypatch):
+    """Regression: memory was reserved for graphs that an adapter cannot have."""
+    cuda = FakeCuda(total=100 * GIB, others=GIB, weights=16 * GIB)
+    monkeypatch.setattr(memory.torch, "cuda", cuda.face())
+    pages = measured(cuda, recorded=None, decode=4 * GIB, prefill=3 * GIB, records_prompts=False)
+    assert pages == (90 * GIB - 2 * GIB - 16 * GIB - 4 * GIB - SLACK_BYTES) // PAGE - 1
 
 
 def test_a_step_that_runs_out_of_memory(monkeypatch):
     cuda = FakeCuda(total=20 * GIB, others=GIB, weights=16 * GIB)
     monkeypatch.setattr(memory.torch, "cuda", cuda.face())
-    groups = [GroupSpec("full", "full", 64, PAGE, 0)]
-    with pytest.raises(ConfigError, match=r"largest step does not fit .*--chunked-prefill-size"):
-        size_cuda_pool(lambda: cuda.take(30 * GIB), lambda: None, groups, config(), torch.device("cuda"))
+    with pytest.raises(ConfigError) as raised:
+        measured(cuda, recorded=GIB, decode=2 * GIB, prefill=30 * GIB)
+    message = str(raised.value)
+    for part in ("the largest step", "at least 3", "of 20.00 GiB free", "--chunked-prefill-size", "--quantization fp8"):
+        assert part in message, message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 
 from tokenspeed.cache.capacity import cache_profile
 from tokenspeed.cache.spec import GroupSpec, group_layers
@@ -12,36 +13,42 @@ from tokenspeed.grammar.build import build_compiler
 from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.kernels.triton.compile_monitor import VARIABLE, CompileMonitor
 from tokenspeed.observability.startup import count_compiles, startup_phase
-from tokenspeed.protocol.sampling import SamplingParams
-from tokenspeed.protocol.step import Admission, Row, StepPlan
+from tokenspeed.protocol.step import StepPlan
 from tokenspeed.runner.compile import is_worker, start_compile
 from tokenspeed.runner.cuda_runner import CudaModelRunner, GraphPlan
 from tokenspeed.runner.kv_pool import with_pages
 from tokenspeed.runner.loaded import LoadedModel, bind_pool, load
-from tokenspeed.runner.memory import size_cuda_pool
+from tokenspeed.runner.memory import TrialSteps, release, size_cuda_pool
+from tokenspeed.runner.memory_errors import MemoryErrors
 from tokenspeed.runner.model_runner import Limits
-from tokenspeed.runner.warm_up import plan_pages, warm_up_plans
+from tokenspeed.runner.trial_steps import NUM_PAGES, decode_step, prompt_step, recorded_step
+from tokenspeed.runner.warm_up import warm_up_plans
+from tokenspeed.runner.weight_room import WeightRoom
 
 
 def build_cuda_runner(config: EngineConfig) -> CudaModelRunner:
     """Build, load and size; nothing is recorded yet.
 
     Raises:
-        ConfigError: a choice that cannot run here, or no room for one sequence.
+        ConfigError: a choice that cannot run here, or no room for the weights, a step or one sequence.
         CheckpointError: weights that do not fit the model.
     """
     monitor = CompileMonitor(os.environ.get(VARIABLE, "off"))
     monitor.install()
     count_compiles(monitor.totals)
     grammars, grammar_report = build_compiler(config)
+    errors = MemoryErrors(config)
+    room = None if is_worker() else WeightRoom(config)
     with start_compile(config) as job:
-        with startup_phase("weights.target"):
-            loaded = load(config)
+        with startup_phase("weights.target"), errors.during("load", lambda: room.kept if room is not None else 0):
+            loaded = load(config, room)
         with startup_phase("kernels.compile"):
             compile_report = job.wait()
     with startup_phase("kv.build"):
         groups = _size(config, loaded)
-        bind_pool(config, loaded, groups)
+        release()
+        with errors.during("pool", lambda: (groups[0].num_pages + 1) * groups[0].page_bytes):
+            bind_pool(config, loaded, groups)
     budget = config.max_num_batched_tokens
     has_experts = config.model.moe is not None
     warm_up = warm_up_plans(
@@ -53,6 +60,7 @@ def build_cuda_runner(config: EngineConfig) -> CudaModelRunner:
         prefill_sizes=config.prefill_sizes,
         warm_up=tuple(warm_up),
         ready=_nothing_to_watch if is_worker() else monitor.serving,
+        memory_errors=errors,
     )
     profile = cache_profile(groups, config.max_model_len, budget)
     loaded = replace(loaded, report=[grammar_report, compile_report, *loaded.report, profile.described()])
@@ -81,15 +89,20 @@ def _size(config: EngineConfig, loaded: LoadedModel) -> list[GroupSpec]:
     if is_worker():
         assert config.num_pages is not None, "a worker's pool is given"
         return with_pages(groups, config.num_pages * len(groups))
-    prefill = _prompt_step(config, len(groups))
-    decode = _decode_step(config, len(groups))
-    trial = with_pages(groups, plan_pages([prefill, decode]))
-    bind_pool(config, loaded, trial)
-    runner = _runner(config, loaded, trial, GraphPlan())
+    can_record = loaded.ops.recorder is not None and loaded.backend.can_record
+    with MemoryErrors(config).during("trial"):
+        scratch = with_pages(groups, NUM_PAGES)
+        bind_pool(config, loaded, scratch)
+        runner = _runner(config, loaded, scratch, GraphPlan())
     try:
-        num_pages = size_cuda_pool(
-            lambda: _run(runner, prefill), lambda: _run(runner, decode), groups, config, loaded.ops.device
+        trial = TrialSteps(
+            recorded=partial(_run, runner, recorded_step(config, len(groups)))
+            if can_record and config.capture_sizes
+            else None,
+            decode=partial(_run, runner, decode_step(config, len(groups))),
+            prefill=partial(_run, runner, prompt_step(config, len(groups))),
         )
+        num_pages = size_cuda_pool(trial, groups, config, records_prompts=can_record)
     finally:
         runner.close()
     return with_pages(groups, num_pages)
@@ -97,33 +110,3 @@ def _size(config: EngineConfig, loaded: LoadedModel) -> list[GroupSpec]:
 
 def _run(runner: CudaModelRunner, plan: StepPlan) -> None:
     runner.execute(plan).result()
-
-
-def _prompt_step(config: EngineConfig, num_groups: int) -> StepPlan:
-    """The whole token budget as prompts, each as long as fits, in few pages that all share."""
-    left = config.max_num_batched_tokens
-    lengths: list[int] = []
-    while left > 0 and len(lengths) < config.max_num_seqs:
-        lengths.append(min(left, config.max_model_len - 1))
-        left -= lengths[-1]
-    return _step(lengths, [0] * len(lengths), config.page_size, num_groups)
-
-
-def _decode_step(config: EngineConfig, num_groups: int) -> StepPlan:
-    """One token of as many requests as may run."""
-    count = min(config.max_num_seqs, config.max_num_batched_tokens)
-    return _step([1] * count, [1] * count, config.page_size, num_groups)
-
-
-def _step(lengths: list[int], starts: list[int], page_size: int, num_groups: int) -> StepPlan:
-    pages = list(range(-(-(max(lengths) + max(starts)) // page_size)))
-    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
-    admissions = [
-        Admission(slot, "sizing", slot, [0] * (start + length), start + length, (pages,) * num_groups, sampling)
-        for slot, (length, start) in enumerate(zip(lengths, starts, strict=True))
-    ]
-    rows = [
-        Row(slot, start, length, ([],) * num_groups, True, False)
-        for slot, (length, start) in enumerate(zip(lengths, starts, strict=True))
-    ]
-    return StepPlan(0, admissions, rows, sum(lengths))

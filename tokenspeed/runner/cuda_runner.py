@@ -33,6 +33,7 @@ from tokenspeed.runner.interface import Pending
 from tokenspeed.runner.launched_step import LaunchedStep, Sampled
 from tokenspeed.runner.loaded import LoadedModel
 from tokenspeed.runner.memory import PREFILL_GRAPH_REQUESTS
+from tokenspeed.runner.memory_errors import MemoryErrors
 from tokenspeed.runner.model_runner import Limits
 from tokenspeed.runner.prefill_graphs import PrefillGraphs
 from tokenspeed.runner.profiler import StepProfiler
@@ -103,6 +104,7 @@ class GraphPlan:
         prefill_sizes: token counts of prompt steps to record; empty = prompts run eagerly.
         warm_up: steps to run afterwards, for the kernels that no graph holds.
         ready: called at the end: from here on nothing should have to be compiled.
+        memory_errors: what becomes of an error for want of memory, here and in steps.
     """
 
     sizes: tuple[int, ...] = ()
@@ -110,6 +112,7 @@ class GraphPlan:
     prefill_sizes: tuple[int, ...] = ()
     warm_up: tuple[StepPlan, ...] = ()
     ready: Callable[[], None] = _nothing
+    memory_errors: MemoryErrors = field(default_factory=MemoryErrors)
 
 
 class CudaModelRunner:
@@ -178,7 +181,7 @@ class CudaModelRunner:
             with self._profiler.step(plan.step_id):
                 staging.step = self._launch(plan, staging)
         except Exception as error:  # the whole step failed: who asks for its result must know, whatever it was
-            return _failed(error)
+            return _failed(self._graph_plan.memory_errors.of_step(error))
         return staging.step
 
     def start_profile(self, options: ProfileOptions) -> Pending[str]:
@@ -188,11 +191,18 @@ class CudaModelRunner:
         return _finished(self._profiler.stop)
 
     def capture(self) -> None:
-        with startup_phase("graph.capture"):
-            self._record()
-            self._stream.synchronize()
-        for plan in self._graph_plan.warm_up:
-            self.execute(plan).result()
+        """See `Runner.capture`.
+
+        Raises:
+            ConfigError: no memory is left for the recorded steps.
+        """
+        with self._graph_plan.memory_errors.during("capture"):
+            with startup_phase("graph.capture"):
+                self._record()
+                self._stream.synchronize()
+            with startup_phase("kernels.warm_up"):
+                for plan in self._graph_plan.warm_up:
+                    self.execute(plan).result()
         self._is_warm = True
         self._graph_plan.ready()
 

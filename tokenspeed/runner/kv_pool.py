@@ -67,7 +67,8 @@ def check_capacity(groups: list[GroupSpec], max_model_len: int, step_tokens: int
     fits = sequence_capacity(groups, step_tokens)
     raise ConfigError(
         f"the KV pool holds {fits} tokens of one sequence ({there * page_bytes} bytes), but one of --max-model-len "
-        f"{max_model_len} needs {needed * page_bytes} bytes; give the pool more memory or {shorter(fits)}"
+        f"{max_model_len} needs {needed * page_bytes} bytes; raise --kv-cache-memory-gb (or --max-total-tokens), or "
+        f"{shorter(fits)}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +17,7 @@ from tokenspeed.kernels.ops import Ops
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.loader.fp8_weights import read_kv_scales
 from tokenspeed.loader.load import load_model
+from tokenspeed.loader.weights import CheckpointWeight
 from tokenspeed.models.interface import Model
 from tokenspeed.models.registry import build_model
 from tokenspeed.moe.select import SelectedMoe, moe_need, select_moe
@@ -23,6 +25,7 @@ from tokenspeed.observability.startup import startup_phase
 from tokenspeed.quantization.interface import Scheme
 from tokenspeed.quantization.select import scheme_for
 from tokenspeed.runner.kv_pool import allocate
+from tokenspeed.runner.weight_room import WeightRoom
 
 DTYPES = {
     "float32": torch.float32,
@@ -42,11 +45,13 @@ class LoadedModel:
     report: list[str]
 
 
-def load(config: EngineConfig) -> LoadedModel:
+def load(config: EngineConfig, room: WeightRoom | None = None) -> LoadedModel:
     """Choose kernels for the device, build the model and load its weights.
 
+    Args:
+        room: of the GPU that the weights go to; None = they are not compared with it.
     Raises:
-        ConfigError: a choice that cannot run here.
+        ConfigError: a choice that cannot run here, or weights without room.
         CheckpointError: weights that do not fit the model.
     """
     # The model is built for the context that is served: positions beyond it never come, so its tables end there.
@@ -60,7 +65,12 @@ def load(config: EngineConfig) -> LoadedModel:
     with torch.inference_mode():
         with startup_phase("weights.allocate"):
             model = build_model(model_config, SINGLE, scheme, ops, backend, moe)
-        load_model(model, config.checkpoint, model_config, seed=config.seed)
+
+        def approve(weights: Sequence[CheckpointWeight]) -> None:
+            if room is not None:
+                room.check(weights, ops.dtype, scheme.quantizes)
+
+        load_model(model, config.checkpoint, model_config, seed=config.seed, approve=approve)
     return LoadedModel(model, ops, backend, report)
 
 

@@ -22,8 +22,9 @@ from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.protocol.errors import ConfigError
 from tokenspeed.runner.kv_pool import shorter, with_pages
+from tokenspeed.runner.loaded import DTYPES
+from tokenspeed.runner.memory_errors import GIB, MAX_SENSIBLE_UTILIZATION, MemoryErrors, gib, quantizing
 
-GIB = 2**30
 MIB = 2**20
 PREFILL_GRAPH_REQUESTS = 8
 """Requests that a recorded prompt step has room for. Attention launches a program for each request, head and query
@@ -32,7 +33,7 @@ GRAPH_BYTES = 16 * MIB
 """What the driver keeps for one recorded step of some hundred kernels."""
 SLACK_BYTES = 128 * MIB
 """For what neither warm-up shows: fragments of the allocator, library workspaces that appear later."""
-MAX_SENSIBLE_UTILIZATION = 0.97
+NARROW = "use --kv-cache-dtype fp8 (a byte for each number of the KV cache)"
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,8 @@ class MemoryUse:
     def described(self) -> str:
         """For logs and errors."""
         return (
-            f"weights {_gib(self.weights)}, largest step {_gib(self.step)}, graphs {_gib(self.graphs)}, CUDA and other "
-            f"processes {_gib(self.others)}"
+            f"weights {gib(self.weights)}, largest step {gib(self.step)}, graphs {gib(self.graphs)}, CUDA and other "
+            f"processes {gib(self.others)}"
         )
 
 
@@ -77,6 +78,8 @@ class PoolWish:
         step_tokens: tokens of one sequence in a step, at most.
         num_pages: an explicit size in pages of each group (`--max-total-tokens`), or None.
         pool_bytes: an explicit size in bytes (`--kv-cache-memory-gb`), or None.
+        number_bytes: of a number in the pool.
+        lighter: flags with which the weights would take about half, if there are any.
     """
 
     groups: list[GroupSpec]
@@ -85,6 +88,8 @@ class PoolWish:
     utilization: float
     num_pages: int | None = None
     pool_bytes: int | None = None
+    number_bytes: int = 1
+    lighter: Sequence[str] = ()
 
     @property
     def page_bytes(self) -> int:
@@ -120,16 +125,19 @@ def plan_kv_pages(use: MemoryUse, wish: PoolWish) -> int:
     needed_pages = sequence_pages(wish.groups, wish.max_model_len, wish.step_tokens)
     if num_pages > fitting:
         raise ConfigError(
-            f"{asked} needs {_gib((num_pages + 1) * wish.page_bytes)}, but {_there(use, wish, room)}; it fits with at "
+            f"{asked} needs {gib((num_pages + 1) * wish.page_bytes)}, but {_there(use, wish, room)}; it fits with at "
             f"most {wish.total_tokens(fitting)} tokens{_remedies(use, wish, num_pages)}"
         )
     if num_pages >= needed_pages:
         return num_pages
-    needed = _gib((needed_pages + 1) * wish.page_bytes)
+    needed = gib((needed_pages + 1) * wish.page_bytes)
     if asked:
+        holds = wish.sequence_tokens(num_pages)
+        narrow_bytes = (needed_pages + 1) * wish.page_bytes // wish.number_bytes
+        is_enough = wish.pool_bytes is not None and wish.number_bytes > 1 and narrow_bytes <= wish.pool_bytes
         raise ConfigError(
             f"one sequence of --max-model-len {wish.max_model_len} needs {needed} of KV cache, but {asked} holds "
-            f"{wish.sequence_tokens(num_pages)} tokens of one; raise it, or {shorter(wish.sequence_tokens(num_pages))}"
+            f"{holds} tokens of one; raise it, or {shorter(holds)}{f', or {NARROW}' if is_enough else ''}"
         )
     longest = wish.sequence_tokens(fitting)
     fits = shorter(longest) if longest else "no context fits"
@@ -158,39 +166,49 @@ def prefill_reserve_bytes(sizes: Sequence[int], vocab_size: int, prefill_bytes: 
     return activations + len(sizes) * (PREFILL_GRAPH_REQUESTS * vocab_size * 4 + GRAPH_BYTES)
 
 
-def size_cuda_pool(
-    prefill: Callable[[], None],
-    decode: Callable[[], None],
-    groups: list[GroupSpec],
-    config: EngineConfig,
-    device: torch.device,
-) -> int:
-    """Measure this GPU and plan: pages of the KV pool.
+@dataclass(frozen=True, slots=True)
+class TrialSteps:
+    """Steps that are run to be measured, one by one and on a pool of a page; each returns when the device has done it.
 
-    Call after the weights are loaded and before the pool is allocated; both steps run eagerly, on a pool of a page.
+    Fields:
+        recorded: what the largest decode graph holds; None when no decode step is recorded.
+        decode: as many decode rows as can come, with all that rows may ask of the sampler.
+        prefill: as many prompt tokens as can come, in as many prompts as can end in one step, sampled likewise.
+    """
+
+    recorded: Callable[[], None] | None
+    decode: Callable[[], None]
+    prefill: Callable[[], None]
+
+
+def size_cuda_pool(trial: TrialSteps, groups: list[GroupSpec], config: EngineConfig, records_prompts: bool) -> int:
+    """Measure the current GPU and plan: pages of the KV pool.
+
+    Call after the weights are loaded and before the pool is allocated. A grammar's masks are in no trial: a row that
+    has one is copied once, less than the eager sampler takes of it.
 
     Args:
-        prefill: runs a step of `max_num_batched_tokens` prompt tokens with logits of `max_num_seqs` rows, and waits.
-        decode: runs a step of `max_num_seqs` (or the largest recorded size of) decode rows, sampling included.
+        records_prompts: the prompt steps of `config.prefill_sizes` will be recorded.
     Raises:
         ConfigError: as `plan_kv_pages`, or a step ran out of memory.
     """
     assert config.gpu_memory_utilization is not None, "a GPU's share is resolved with the device"
-    gc.collect()
-    torch.cuda.empty_cache()
-    weights = torch.cuda.memory_reserved(device)
-    decode_bytes = _peak(decode, weights, device)
-    prefill_bytes = _peak(prefill, weights, device)
-    free, total = torch.cuda.mem_get_info(device)
+    release()
+    weights, vocab_size = torch.cuda.memory_reserved(), config.model.vocab_size
+    with MemoryErrors(config).during("trial"):
+        recorded_bytes = 0 if trial.recorded is None else _peak(trial.recorded, weights)
+        decode_bytes = _peak(trial.decode, weights)
+        prefill_bytes = _peak(trial.prefill, weights)
+    free, total = torch.cuda.mem_get_info()
+    decode_sizes = config.capture_sizes if trial.recorded is not None else ()
+    prefill_sizes = config.prefill_sizes if records_prompts else ()
     use = MemoryUse(
         total=total,
-        others=total - free - torch.cuda.memory_reserved(device),
+        others=total - free - torch.cuda.memory_reserved(),
         weights=weights,
-        step=max(decode_bytes, prefill_bytes) + SLACK_BYTES,
-        graphs=graph_reserve_bytes(config.capture_sizes, config.model.vocab_size, decode_bytes)
-        + prefill_reserve_bytes(
-            config.prefill_sizes, config.model.vocab_size, prefill_bytes, config.max_num_batched_tokens
-        ),
+        step=max(recorded_bytes, decode_bytes, prefill_bytes) + SLACK_BYTES,
+        graphs=graph_reserve_bytes(decode_sizes, vocab_size, recorded_bytes)
+        + prefill_reserve_bytes(prefill_sizes, vocab_size, prefill_bytes, config.max_num_batched_tokens),
     )
     wish = PoolWish(
         groups=groups,
@@ -199,43 +217,45 @@ def size_cuda_pool(
         utilization=config.gpu_memory_utilization,
         num_pages=config.num_pages,
         pool_bytes=config.kv_memory_bytes,
+        number_bytes=DTYPES[config.kv_cache_dtype].itemsize,
+        lighter=quantizing(config),
     )
     num_pages = plan_kv_pages(use, wish)
     logger.info(
         "KV pool: %d pages of %d tokens, %s of %s (%s)",
         num_pages,
         config.page_size,
-        _gib(num_pages * wish.page_bytes),
-        _gib(total),
+        gib(num_pages * wish.page_bytes),
+        gib(total),
         use.described(),
     )
     return num_pages
 
 
-def _peak(step: Callable[[], None], before: int, device: torch.device) -> int:
+def release() -> None:
+    """Give back what torch's allocator keeps and nobody uses. It keeps blocks by stream, so that another runner, which
+    has a stream of its own, would not get those of the trial."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _peak(step: Callable[[], None], before: int) -> int:
     """Bytes that the allocator took from the driver, above `before`, to run `step`.
 
-    Reserved, not allocated: what the allocator holds is what the pool cannot have. The blocks stay cached, so the first
-    real step asks the driver for nothing.
+    Reserved, not allocated: what the allocator holds is what the pool cannot have.
     """
-    torch.cuda.reset_peak_memory_stats(device)
-    try:
-        step()
-        torch.cuda.synchronize(device)
-    except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info(device)
-        raise ConfigError(
-            f"the largest step does not fit beside the weights ({_gib(before)} of {_gib(total)}, {_gib(free)} free): "
-            "lower --chunked-prefill-size or --max-num-seqs"
-        ) from error
-    return max(0, torch.cuda.max_memory_reserved(device) - before)
+    torch.cuda.empty_cache()  # what is left of the step before is no part of this one
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return max(0, torch.cuda.max_memory_reserved() - before)
 
 
 def _there(use: MemoryUse, wish: PoolWish, room: int) -> str:
-    share = f"--gpu-memory-utilization {wish.utilization:g} of {_gib(use.total)}"
+    share = f"--gpu-memory-utilization {wish.utilization:g} of {gib(use.total)}"
     if room < 0:
-        return f"{share} is {_gib(-room)} short already ({use.described()})"
-    return f"{share} leaves {_gib(room)} ({use.described()})"
+        return f"{share} is {gib(-room)} short already ({use.described()})"
+    return f"{share} leaves {gib(room)} ({use.described()})"
 
 
 def _remedies(use: MemoryUse, wish: PoolWish, num_pages: int) -> str:
@@ -243,13 +263,15 @@ def _remedies(use: MemoryUse, wish: PoolWish, num_pages: int) -> str:
     wanted = (use.used + (num_pages + 1) * wish.page_bytes) / use.total
     rounded = math.ceil(wanted * 100) / 100
     found = []
+    budget = int(use.total * wish.utilization)
+    pool_bytes = (num_pages + 1) * wish.page_bytes
+    if wish.pool_bytes is None and wish.number_bytes > 1 and use.used + pool_bytes // wish.number_bytes <= budget:
+        found.append(NARROW)
+    if use.used - use.weights // 3 + pool_bytes <= budget:
+        found += wish.lighter
     if wish.utilization < rounded <= MAX_SENSIBLE_UTILIZATION:
         found.append(f"raise --gpu-memory-utilization to {rounded:g}")
     found.append("lower --chunked-prefill-size or --max-num-seqs (a smaller largest step)")
     if use.graphs > GIB:
         found.append("lower --max-cudagraph-capture-size or --prefill-graph-max-tokens")
     return "".join(f", or {remedy}" for remedy in found)
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB"

@@ -7,7 +7,7 @@ fails while serving keeps its own kind of error, because what filled the GPU may
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -17,6 +17,7 @@ from tokenspeed.config.engine import EngineConfig
 from tokenspeed.protocol.errors import ConfigError
 
 GIB = 2**30
+MAX_SENSIBLE_UTILIZATION = 0.97
 Stage = Literal["load", "trial", "pool", "capture", "step"]
 
 DOING: dict[Stage, str] = {
@@ -43,11 +44,11 @@ class MemoryErrors:
         self._config = config
 
     @contextmanager
-    def during(self, stage: Stage, needed_bytes: int = 0) -> Iterator[None]:
+    def during(self, stage: Stage, needed_bytes: Callable[[], int] | None = None) -> Iterator[None]:
         """Within: memory that runs out is a `ConfigError`; other errors pass.
 
         Args:
-            needed_bytes: what the stage takes, as far as that is known before.
+            needed_bytes: what the stage takes, as far as that is known; asked when memory has run out.
         """
         before = torch.cuda.memory_reserved()
         try:
@@ -55,7 +56,8 @@ class MemoryErrors:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise ConfigError(self._text(stage, error, needed_bytes, before)) from error
+            known = needed_bytes() if needed_bytes is not None else 0
+            raise ConfigError(self._text(stage, error, known, before)) from error
 
     def of_step(self, error: Exception) -> Exception:
         """The error of a step that failed while serving: the same, or the same kind with bytes and flags."""
@@ -65,14 +67,15 @@ class MemoryErrors:
         told.__cause__ = error
         return told
 
-    def _text(self, stage: Stage, error: Exception, needed_bytes: int, before: int) -> str:
+    def _text(self, stage: Stage, error: Exception, known: int, before: int) -> str:
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()
-        needed = max(needed_bytes, reserved - before + tried_bytes(error))
+        needed = max(known, reserved - before + tried_bytes(error))
         least = f"at least {gib(needed)} needed" if needed else "more memory needed"
+        there = f"{gib(free)} of {gib(total)} free ({gib(reserved)} held by this process)"
         return (
-            f"the GPU's memory ran out while {DOING[stage]}: {least}, {gib(free)} of {gib(total)} free ({gib(reserved)} "
-            f"held by this process); {', or '.join(remedies(stage, self._config))}"
+            f"the GPU's memory ran out while {DOING[stage]}: {least}, {there}; "
+            f"{', or '.join(remedies(stage, self._config))}"
         )
 
 
