@@ -39,6 +39,19 @@ def test_tiny_models_say_the_same_on_both(family: str, eager: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_capped_logits_are_the_same_on_both(eager: bool, tmp_path: Path) -> None:
+    """No family here has a cap of its own; Gemma 2's field is read in all."""
+    folder = write_model(tmp_path, "llama")
+    work = greedy([[1, 2, 3], list(range(5, 70)), [9] * 17, [40]], 24)
+    plain = run(engine_config(folder, device="cpu"), work)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attn_logit_softcapping": 1.0}))
+    on_cpu = run(engine_config(folder, device="cpu"), work)
+    on_gpu = run(engine_config(folder, enforce_eager=eager, disable_overlap_schedule=False), work)
+    assert on_gpu.tokens() == on_cpu.tokens() != plain.tokens()
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_the_embedded_model_says_what_transformers_says(eager: bool, default_checkpoint: Checkpoint) -> None:
     work = greedy([chat["prompt_ids"] for chat in CHATS], 64)
     options = {"enforce_eager": eager, "disable_overlap_schedule": False, "prefix_granularity": 64}
