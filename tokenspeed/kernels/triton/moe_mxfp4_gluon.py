@@ -77,14 +77,18 @@ def _factor(word, BYTE: gl.constexpr):
 
 
 @gluon.jit
-def _fill(
-    w_s, s_s, high_s, low_s, slot, w_at, s_at, high_at, low_at, step, w_left, x_left, x_live, s_chunk,
-    N: gl.constexpr, K: gl.constexpr, CHUNKS: gl.constexpr,
+def _fill_weights(
+    w_s, s_s, slot, w_at, s_at, step, w_left, s_chunk, N: gl.constexpr, K: gl.constexpr, CHUNKS: gl.constexpr
 ):  # fmt: skip
-    """Start the copies of a step. Nothing is read past the end, and what lies there becomes zeros."""
-    x_mask = x_live & (x_left > step * (8 * CHUNKS))
+    """Start the copies of a step's weights. Nothing is read past the end, and what lies there becomes zeros."""
     _copy(w_s.index(slot), w_at + step * (CHUNKS * 1024), mask=w_left > step * (2 * CHUNKS))
     _copy(s_s.index(slot), s_at + gl.minimum(step * CHUNKS + s_chunk, (K + 127) // 128 - 1) * N)
+
+
+@gluon.jit
+def _fill_rows(high_s, low_s, slot, high_at, low_at, step, x_left, x_live, CHUNKS: gl.constexpr):
+    """The same of its columns of x; then the step's copies are complete."""
+    x_mask = x_live & (x_left > step * (8 * CHUNKS))
     _copy(high_s.index(slot), high_at + step * (CHUNKS * 128), mask=x_mask)
     _copy(low_s.index(slot), low_at + step * (CHUNKS * 128), mask=x_mask)
     async_copy.commit_group()
@@ -228,7 +232,27 @@ def product_kernel(
     first = gl.load(tiles_ptr + max_tiles + tile, cache_modifier=".cg")
     end = gl.load(tiles_ptr + 2 * max_tiles + tile, cache_modifier=".cg")
     start = split * STEPS
+
+    w_rows = gl.arange(0, 2 * CHUNKS * SIXTEENS, gl.SliceLayout(1, w_copy))
+    w_byte = gl.arange(0, 512, gl.SliceLayout(0, w_copy))
+    # Rows past the last one: the last sixteen once more, and the last four scales.
+    sixteen = gl.minimum(first_row // 16 + w_rows % SIXTEENS, N // 16 - 1)
+    w_at = w_ptr + expert.to(gl.int64) * (N // 16 * GROUPS * 512)
+    w_at = w_at + (w_rows // SIXTEENS * 512 + sixteen * (GROUPS * 512))[:, None] + w_byte[None, :]
+    w_left = gl.minimum(GROUPS, (start + STEPS) * (2 * CHUNKS)) - (w_rows // SIXTEENS)[:, None] + (w_byte * 0)[None, :]
+    s_rows = gl.arange(0, CHUNKS * BLOCK_N, s_copy)
+    if N % BLOCK_N != 0:
+        s_row = gl.minimum(first_row + s_rows % BLOCK_N // 4 * 4, N - 4) + s_rows % 4
+    else:
+        s_row = first_row + s_rows % BLOCK_N
+    s_chunk = s_rows // BLOCK_N
+    s_at = scale_ptr + expert.to(gl.int64) * (ALL_CHUNKS * N) + s_row
+    w_s = gl.allocate_shared_memory(gl.int8, [STAGES, 2 * CHUNKS * SIXTEENS, 512], flat2)
+    s_s = gl.allocate_shared_memory(gl.int32, [STAGES, CHUNKS * BLOCK_N], flat1)
+    for i in gl.static_range(STAGES - 1):
+        _fill_weights(w_s, s_s, i, w_at, s_at, start + i, w_left, s_chunk, N, K, CHUNKS)
     if not IS_UP:
+        # The first weights are on their way before h is there.
         gdc_wait()
     gdc_launch_dependents()
 
@@ -245,42 +269,23 @@ def product_kernel(
     # In sixteen columns; the mask of a step is what is left after those before.
     x_left = gl.minimum(K // 16, (start + STEPS) * (8 * CHUNKS)) - x_col // 16
     x_live = x_is_live[:, None] & (x_cols >= 0)[None, :]
-    w_rows = gl.arange(0, 2 * CHUNKS * SIXTEENS, gl.SliceLayout(1, w_copy))
-    w_byte = gl.arange(0, 512, gl.SliceLayout(0, w_copy))
-    # Rows past the last one: the last sixteen once more, and the last four scales.
-    sixteen = gl.minimum(first_row // 16 + w_rows % SIXTEENS, N // 16 - 1)
-    w_at = w_ptr + expert.to(gl.int64) * (N // 16 * GROUPS * 512)
-    w_at = w_at + (w_rows // SIXTEENS * 512 + sixteen * (GROUPS * 512))[:, None] + w_byte[None, :]
-    w_left = gl.minimum(GROUPS, (start + STEPS) * (2 * CHUNKS)) - (w_rows // SIXTEENS)[:, None] + (w_byte * 0)[None, :]
-    s_rows = gl.arange(0, CHUNKS * BLOCK_N, s_copy)
-    if N % BLOCK_N != 0:
-        s_row = gl.minimum(first_row + s_rows % BLOCK_N // 4 * 4, N - 4) + s_rows % 4
-    else:
-        s_row = first_row + s_rows % BLOCK_N
-    s_chunk = s_rows // BLOCK_N
-    s_at = scale_ptr + expert.to(gl.int64) * (ALL_CHUNKS * N) + s_row
     high_at = high_ptr + x_offset
     low_at = low_ptr + x_offset
-
-    w_s = gl.allocate_shared_memory(gl.int8, [STAGES, 2 * CHUNKS * SIXTEENS, 512], flat2)
     high_s = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, CHUNKS * BLOCK_M, 128], x_shared)
     low_s = gl.allocate_shared_memory(gl.float8e5, [STAGES, CHUNKS * BLOCK_M, 128], x_shared)
-    s_s = gl.allocate_shared_memory(gl.int32, [STAGES, CHUNKS * BLOCK_N], flat1)
     for i in gl.static_range(STAGES - 1):
-        _fill(
-            w_s, s_s, high_s, low_s, i, w_at, s_at, high_at, low_at, start + i, w_left, x_left, x_live, s_chunk,
-            N, K, CHUNKS,
-        )  # fmt: skip
+        _fill_rows(high_s, low_s, i, high_at, low_at, start + i, x_left, x_live, CHUNKS)
     acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, mma)
     if UNROLL:
         for outer in range(0, STEPS // STAGES):
             for i in gl.static_range(STAGES):
                 async_copy.wait_group(STAGES - 2)
                 _barrier()
-                _fill(
-                    w_s, s_s, high_s, low_s, (i + STAGES - 1) % STAGES, w_at, s_at, high_at, low_at,
-                    start + outer * STAGES + i + STAGES - 1, w_left, x_left, x_live, s_chunk, N, K, CHUNKS,
+                step = start + outer * STAGES + i + STAGES - 1
+                _fill_weights(
+                    w_s, s_s, (i + STAGES - 1) % STAGES, w_at, s_at, step, w_left, s_chunk, N, K, CHUNKS
                 )  # fmt: skip
+                _fill_rows(high_s, low_s, (i + STAGES - 1) % STAGES, high_at, low_at, step, x_left, x_live, CHUNKS)
                 acc = _use(acc, w_s, s_s, high_s, low_s, i, BLOCK_N, BLOCK_M, CHUNKS, AT_ONCE, mma, x_shared)
         for i in gl.static_range(STEPS % STAGES):
             async_copy.wait_group(STAGES - 2)
@@ -293,10 +298,9 @@ def product_kernel(
         for step in range(STEPS):
             async_copy.wait_group(STAGES - 2)
             _barrier()
-            _fill(
-                w_s, s_s, high_s, low_s, fill, w_at, s_at, high_at, low_at, start + step + STAGES - 1,
-                w_left, x_left, x_live, s_chunk, N, K, CHUNKS,
-            )  # fmt: skip
+            ahead = start + step + STAGES - 1
+            _fill_weights(w_s, s_s, fill, w_at, s_at, ahead, w_left, s_chunk, N, K, CHUNKS)
+            _fill_rows(high_s, low_s, fill, high_at, low_at, ahead, x_left, x_live, CHUNKS)
             acc = _use(acc, w_s, s_s, high_s, low_s, stage, BLOCK_N, BLOCK_M, CHUNKS, AT_ONCE, mma, x_shared)
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
             fill = gl.where(fill == STAGES - 1, 0, fill + 1)
