@@ -64,7 +64,12 @@ def missing(model: str, seed: int) -> set[Variant]:
             page_size=PAGE,
             capture_sizes=ladder,
         )
-        for sizing in (trial_steps.recorded_step, trial_steps.decode_step, trial_steps.prompt_step):
+        for sizing in (
+            trial_steps.recorded_step,
+            trial_steps.decode_step,
+            trial_steps.long_prompts_step,
+            trial_steps.many_prompts_step,
+        ):
             gpu.run(sizing(config, len(gpu.groups)))
         gpu.capture(ladder, prompts)
         for _ in range(12):  # prompts, some behind a prefix, and crowds of them

@@ -232,7 +232,7 @@ def measured(cuda: FakeCuda, recorded: int | None, decode: int, prefill: int, re
     trial = TrialSteps(
         recorded=None if recorded is None else lambda: cuda.take(recorded),
         decode=lambda: cuda.take(decode),
-        prefill=loading,
+        prompts=[loading, lambda: cuda.take(GIB)],
     )
     return size_cuda_pool(trial, FULL, config(), records_prompts)
 

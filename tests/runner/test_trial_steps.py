@@ -11,9 +11,18 @@ from runner_support import engine_config, sum_runner, tiny_model
 from tokenspeed.protocol.sampling import MAX_LOGPROBS
 from tokenspeed.runner.prompt_logprobs import ROWS
 from tokenspeed.runner.slot_sampling import needs_eager_sampler
-from tokenspeed.runner.trial_steps import NUM_PAGES, decode_step, prompt_lengths, prompt_step, recorded_step
+from tokenspeed.runner.trial_steps import (
+    NUM_PAGES,
+    decode_step,
+    long_lengths,
+    long_prompts_step,
+    many_lengths,
+    many_prompts_step,
+    recorded_step,
+)
 
 CONFIG = engine_config(tiny_model("LlamaForCausalLM"), device="cuda", capture_sizes=(1, 2, 4))
+EVERY_STEP = (recorded_step, decode_step, long_prompts_step, many_prompts_step)
 
 
 def sized(**changes):
@@ -22,16 +31,25 @@ def sized(**changes):
 
 @given(budget=some.integers(1, 500), max_num_seqs=some.integers(1, 60), longest=some.integers(1, 300))
 def test_no_prompts_are_more(budget, max_num_seqs, longest):
-    lengths = prompt_lengths(budget, max_num_seqs, longest)
+    lengths = many_lengths(budget, max_num_seqs, longest)
     assert len(lengths) == min(budget, max_num_seqs), "logits of as many rows as can be"
     assert sum(lengths) == min(budget, max_num_seqs * longest), "and as many tokens"
     assert all(1 <= length <= longest for length in lengths)
     assert lengths == sorted(lengths, reverse=True)
 
 
+@given(budget=some.integers(1, 9000), max_num_seqs=some.integers(1, 60), longest=some.integers(1, 9000))
+def test_no_prompts_are_longer(budget, max_num_seqs, longest):
+    lengths = long_lengths(budget, max_num_seqs, longest)
+    assert len(set(lengths)) == 1, "neighbours of one length take one call of a library's attention"
+    assert lengths[0] <= longest and len(lengths) <= max_num_seqs
+    full = min(budget, max_num_seqs * longest)
+    assert full - len(lengths) < sum(lengths) <= full
+
+
 def test_the_prompt_step_samples_every_row():
     """Regression: it had as many rows as prompts of full length fill the budget, 1 as a rule, not max_num_seqs."""
-    plan = prompt_step(sized(max_num_seqs=160, max_num_batched_tokens=8192, max_model_len=40960, page_size=64), 2)
+    plan = many_prompts_step(sized(max_num_seqs=160, max_num_batched_tokens=8192, max_model_len=40960, page_size=64), 2)
     assert plan.num_tokens == 8192 and len(plan.rows) == 160 == sum(row.samples for row in plan.rows)
     assert plan.rows[0].num_tokens == 8192 - 159
     assert plan.admissions[0].sampling.prompt_logprobs is not None
@@ -50,7 +68,7 @@ def test_the_decode_step_has_the_rows_of_the_largest(max_num_seqs, budget, sizes
 
 
 def test_rows_ask_for_everything_but_those_of_a_graph():
-    for plan in (prompt_step(CONFIG, 1), decode_step(CONFIG, 1)):
+    for plan in (many_prompts_step(CONFIG, 1), long_prompts_step(CONFIG, 1), decode_step(CONFIG, 1)):
         for admission in plan.admissions:
             wanted = admission.sampling
             assert needs_eager_sampler(wanted, admission.banned_token_ids)
@@ -63,7 +81,7 @@ def test_rows_ask_for_everything_but_those_of_a_graph():
 
 
 def test_pages_are_those_of_a_pool_of_one():
-    for plan in (prompt_step(CONFIG, 1), decode_step(CONFIG, 1), recorded_step(CONFIG, 1)):
+    for plan in [step(CONFIG, 1) for step in EVERY_STEP]:
         for row, admission in zip(plan.rows, plan.admissions, strict=True):
             (pages,) = admission.pages
             assert set(pages) == set(range(NUM_PAGES))
@@ -72,7 +90,7 @@ def test_pages_are_those_of_a_pool_of_one():
 
 def test_they_run():
     config = sized(max_num_seqs=5, max_num_batched_tokens=23, max_model_len=21, page_size=4, capture_sizes=(1, 3))
-    for step, count in ((recorded_step, 3), (decode_step, 5), (prompt_step, 5)):
+    for step, count in zip(EVERY_STEP, (3, 5, 2, 5), strict=True):
         runner, _ = sum_runner(num_pages=NUM_PAGES, max_num_seqs=5, max_model_len=21)
         try:
             rows = runner.execute(step(config, 1)).result().rows

@@ -21,7 +21,7 @@ from tokenspeed.runner.loaded import LoadedModel, bind_pool, load
 from tokenspeed.runner.memory import TrialSteps, release, size_cuda_pool
 from tokenspeed.runner.memory_errors import MemoryErrors
 from tokenspeed.runner.model_runner import Limits
-from tokenspeed.runner.trial_steps import NUM_PAGES, decode_step, prompt_step, recorded_step
+from tokenspeed.runner.trial_steps import NUM_PAGES, decode_step, long_prompts_step, many_prompts_step, recorded_step
 from tokenspeed.runner.warm_up import warm_up_plans
 from tokenspeed.runner.weight_room import WeightRoom
 
@@ -100,7 +100,10 @@ def _size(config: EngineConfig, loaded: LoadedModel) -> list[GroupSpec]:
             if can_record and config.capture_sizes
             else None,
             decode=partial(_run, runner, decode_step(config, len(groups))),
-            prefill=partial(_run, runner, prompt_step(config, len(groups))),
+            prompts=[
+                partial(_run, runner, long_prompts_step(config, len(groups))),
+                partial(_run, runner, many_prompts_step(config, len(groups))),
+            ],
         )
         num_pages = size_cuda_pool(trial, groups, config, records_prompts=can_record)
     finally:

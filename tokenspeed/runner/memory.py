@@ -173,12 +173,12 @@ class TrialSteps:
     Fields:
         recorded: what the largest decode graph holds; None when no decode step is recorded.
         decode: as many decode rows as can come, with all that rows may ask of the sampler.
-        prefill: as many prompt tokens as can come, in as many prompts as can end in one step, sampled likewise.
+        prompts: as many prompt tokens as can come, in many prompts and in few, sampled likewise.
     """
 
     recorded: Callable[[], None] | None
     decode: Callable[[], None]
-    prefill: Callable[[], None]
+    prompts: Sequence[Callable[[], None]]
 
 
 def size_cuda_pool(trial: TrialSteps, groups: list[GroupSpec], config: EngineConfig, records_prompts: bool) -> int:
@@ -198,7 +198,7 @@ def size_cuda_pool(trial: TrialSteps, groups: list[GroupSpec], config: EngineCon
     with MemoryErrors(config).during("trial"):
         recorded_bytes = 0 if trial.recorded is None else _peak(trial.recorded, weights)
         decode_bytes = _peak(trial.decode, weights)
-        prefill_bytes = _peak(trial.prefill, weights)
+        prefill_bytes = max(_peak(step, weights) for step in trial.prompts)
     free, total = torch.cuda.mem_get_info()
     decode_sizes = config.capture_sizes if trial.recorded is not None else ()
     prefill_sizes = config.prefill_sizes if records_prompts else ()

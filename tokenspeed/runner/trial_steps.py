@@ -1,8 +1,10 @@
 """The largest steps that can come, made up to be measured: nobody reads what they compute.
 
-    prompts   the whole token budget, in as many prompts as can end in one step: the most rows of activations, and the
-              most rows of logits
-    decodes   a token of as many requests as may run, or as the largest recorded step holds
+    many prompts   the whole token budget, in as many prompts as can end in one step: the most rows of activations, and
+                   the most rows of logits
+    long prompts   the whole token budget, in as few prompts as can be: attention may take another way, with libraries
+                   and copies of its own
+    decodes        a token of as many requests as may run, or as the largest recorded step holds
 
 All rows ask for everything that costs memory: filters, penalties, banned tokens, a bias and log-probabilities. All
 tokens share page 0, so that the trial needs a pool of a page.
@@ -37,10 +39,16 @@ EVERYTHING = SamplingParams(
 )
 
 
-def prompt_step(config: EngineConfig, num_groups: int) -> StepPlan:
+def many_prompts_step(config: EngineConfig, num_groups: int) -> StepPlan:
     """The first prompt as long as the budget lets it be, and log-probabilities of its tokens as well."""
-    lengths = prompt_lengths(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len - 1)
+    lengths = many_lengths(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len - 1)
     return _step(lengths, 0, config.page_size, num_groups, EVERYTHING, num_prompt_logprobs=1)
+
+
+def long_prompts_step(config: EngineConfig, num_groups: int) -> StepPlan:
+    """Whole prompts of one length."""
+    lengths = long_lengths(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len - 1)
+    return _step(lengths, 0, config.page_size, num_groups, EVERYTHING)
 
 
 def decode_step(config: EngineConfig, num_groups: int) -> StepPlan:
@@ -54,7 +62,13 @@ def recorded_step(config: EngineConfig, num_groups: int) -> StepPlan:
     return _step([1] * max(config.capture_sizes), 1, config.page_size, num_groups, PLAIN)
 
 
-def prompt_lengths(budget: int, max_num_seqs: int, longest: int) -> list[int]:
+def long_lengths(budget: int, max_num_seqs: int, longest: int) -> list[int]:
+    """As few prompts as fill the budget but for a token each."""
+    count = min(max_num_seqs, -(-budget // longest))
+    return [min(longest, budget // count)] * count
+
+
+def many_lengths(budget: int, max_num_seqs: int, longest: int) -> list[int]:
     """As many prompts as the budget has room for, each as long as it leaves after a token for each of those behind."""
     lengths: list[int] = []
     left = budget
