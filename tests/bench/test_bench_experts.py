@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokenspeed.bench import kernel_cases, kernels
+from tokenspeed.bench import kernel_setting, kernels
 from tokenspeed.bench.expert_cases import experts_bytes, experts_flop
-from tokenspeed.bench.kernel_cases import NotTimed, Setting, cases
+from tokenspeed.bench.kernel_cases import cases
+from tokenspeed.bench.kernel_setting import NotTimed, Setting
 from tokenspeed.checkpoint.local import local_checkpoint
 from tokenspeed.config.model import read_model_config
 from tokenspeed.kernels.registry import Need, discover
@@ -26,7 +27,7 @@ QWEN3_MOE = """{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_m
 
 @pytest.fixture
 def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
-    monkeypatch.setattr(kernel_cases, "CACHE_BYTES", 2**16)
+    monkeypatch.setattr(kernel_setting, "CACHE_BYTES", 2**16)
     (tmp_path / "config.json").write_text(QWEN3_MOE)
     config = read_model_config(local_checkpoint("tiny", tmp_path, "dummy"))
     return Setting(config, torch.device("cpu"), torch.float32, (1, 3), (20,), context_len=33, page_size=16)
@@ -72,7 +73,8 @@ def test_a_refusal_is_not_timed(setting: Setting) -> None:
 def test_the_time_limit_names_what_is_left_out(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     need = Need(setting.device, setting.dtype)
     ceilings = kernels.Ceilings("x", 1e9, 1e9)
-    report = kernels.KernelReport(model="m", device="d", dtype="float32", bytes_per_s=1e9, flop_per_s=1e9)
+    kind = {"dtype": "float32", "kv_cache_dtype": "float32", "page_size": 16}
+    report = kernels.KernelReport(model="m", device="d", **kind, bytes_per_s=1e9, flop_per_s=1e9)
     kernels.measure_op("experts", setting, need, kernels.Timer(need, 1), ceilings, report, deadline=0.0)
     assert not report.rows
     assert any("3 rows: --time-limit" in line for line in report.not_timed)

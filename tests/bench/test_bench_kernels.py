@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from importlib.util import find_spec
 
+import msgspec
 import pytest
 import torch
 from tiny_model import write_config
 
-from tokenspeed.bench import device, kernel_cases, kernels
-from tokenspeed.bench.kernel_cases import NotTimed, Setting, cases
+from tokenspeed.bench import device, kernel_setting, kernels
+from tokenspeed.bench.kernel_cases import cases
+from tokenspeed.bench.kernel_sampling import SAMPLERS, SAMPLING
+from tokenspeed.bench.kernel_setting import NotTimed, Setting
 from tokenspeed.checkpoint.local import local_checkpoint
 from tokenspeed.config.model import read_model_config
+from tokenspeed.config.resolve import _USUAL
 from tokenspeed.kernels.registry import REQUIRED, Need, discover
 from tokenspeed.protocol.errors import ConfigError
 
 
 @pytest.fixture
 def setting(tmp_path, monkeypatch) -> Setting:
-    monkeypatch.setattr(kernel_cases, "CACHE_BYTES", 2**12)
+    monkeypatch.setattr(kernel_setting, "CACHE_BYTES", 2**12)
     config = read_model_config(local_checkpoint("tiny", write_config(tmp_path), "dummy"))
     return Setting(config, torch.device("cpu"), torch.float32, (1, 3), (20,), context_len=33, page_size=16)
 
@@ -38,7 +44,7 @@ def test_every_required_operation_runs_on_the_reference(setting, op):
                 assert isinstance(out, torch.Tensor) and out.shape[0] == case.rows and bool(out.isfinite().all())
 
 
-def case_of(setting: Setting, op: str, rows: int, start: str = "") -> kernel_cases.Case:
+def case_of(setting: Setting, op: str, rows: int, start: str = "") -> kernel_setting.Case:
     found = [case for case in cases(setting, op) or [] if case.rows == rows and case.shape.startswith(start)]
     assert len(found) == 1
     return found[0]
@@ -51,10 +57,99 @@ def test_counts_by_hand(setting):
     decode = case_of(setting, "paged_attention", 3)
     assert decode.num_bytes == 4 * 16 * (2 * 3 * 33 * 2 + 2 * 3 * 4)
     assert decode.flop == 4 * 3 * 33 * 4 * 16
-    prompt = case_of(setting, "paged_attention", 20)
+    prompt = case_of(setting, "paged_attention", 20, "4/2 heads of 16, one prompt")
     assert prompt.flop == 4 * (20 * 21 // 2) * 4 * 16
     assert case_of(setting, "silu_and_mul", 1).num_bytes == 4 * 3 * 96
     assert not [case for case in cases(setting, "linear") or [] if case.rows == 20 and case.shape.startswith("head")]
+
+
+def test_attention_steps_by_hand(setting):
+    """A chunk of 20 after 33, and a prompt of 4 beside 16 requests of 33; a key and a value are 2 * 2 * 16 numbers."""
+    chunk = case_of(setting, "paged_attention", 20, "4/2 heads of 16, a chunk after 33")
+    assert chunk.num_bytes == 4 * (53 * 64 + 2 * 20 * 64)
+    assert chunk.flop == 4 * sum(range(34, 54)) * 64
+    mixed = case_of(setting, "paged_attention", 20, "4/2 heads of 16, a prompt beside 16 decodes of 33")
+    assert mixed.num_bytes == 4 * ((16 * 33 + 4) * 64 + 2 * 20 * 64)
+    assert mixed.flop == 4 * (16 * 33 + 1 + 2 + 3 + 4) * 64
+    small = replace(setting, prefill_lens=(16,))
+    assert not [case for case in cases(small, "paged_attention") or [] if "beside" in case.shape]
+
+
+def test_windows_and_sinks_are_those_of_the_model(setting):
+    config = msgspec.structs.replace(setting.config, layer_windows=(8, None, 8), attention_sinks=True)
+    sparse = replace(setting, config=config)
+    wide, narrow = sorted(
+        (case for case in cases(sparse, "paged_attention") or [] if case.rows == 3), key=lambda case: case.num_bytes
+    )[::-1]
+    assert wide.shape.endswith("context 33, sinks") and narrow.shape.endswith("context 33, window 8, sinks")
+    assert narrow.num_bytes == 4 * (3 * 8 * 64 + 2 * 3 * 64) and narrow.flop == 4 * 3 * 8 * 64
+    chunk = case_of(sparse, "paged_attention", 20, "4/2 heads of 16, a chunk after 33, window 8")
+    assert chunk.num_bytes == 4 * (27 * 64 + 2 * 20 * 64) and chunk.flop == 4 * 20 * 8 * 64
+    prompt = case_of(sparse, "paged_attention", 20, "4/2 heads of 16, one prompt, window 8")
+    assert prompt.flop == 4 * (sum(range(1, 9)) + 12 * 8) * 64
+    (reference,) = [found for found in discover() if found.op == "paged_attention" and found.name == "reference"]
+    calls: list[tuple[int | None, torch.Tensor]] = []
+
+    def attend(q, keys, values, batch, scale, window, out_scale, sinks):
+        calls.append((window, sinks))
+        return reference.make(None)(q, keys, values, batch, scale, window, out_scale, sinks)
+
+    for case in (wide, narrow):
+        assert bool(case.make(attend)[0]().isfinite().all())
+    assert [window for window, _ in calls] == [None, 8] and all(sinks.shape == (4,) for _, sinks in calls)
+
+
+@pytest.mark.parametrize("op", ["paged_attention", "qkv_rope_cache"])
+def test_an_8_bit_cache_has_fewer_bytes_and_runs(setting, op):
+    small = replace(setting, kv_dtype=torch.float8_e4m3fn)
+    for plain, case in zip(cases(setting, op) or [], cases(small, op) or [], strict=True):
+        assert case.num_bytes < plain.num_bytes and case.shape.endswith(", float8_e4m3fn cache")
+    need = Need(setting.device, setting.dtype, small.kv_dtype)
+    for found in discover():
+        if found.op == op and found.why_not(need) is None:
+            assert bool(case_of(small, op, 1).make(found.make(need))[0]().isfinite().all())
+
+
+def test_e4m3_linears_have_scales_by_row_and_by_block(setting):
+    given: list[tuple[int, ...]] = []
+
+    class Kept:
+        def why_not(self, in_features: int, out_features: int, is_block: bool) -> str | None:
+            return "too narrow for blocks" if is_block and in_features == 64 else None
+
+        def __call__(self, x, weight, scale):
+            given.append(tuple(scale.shape))
+
+    with pytest.raises(NotTimed, match="too narrow"):
+        case_of(setting, "fp8_linear", 3, "qkv 64 -> 128 (scales by block)").make(Kept())
+    case_of(setting, "fp8_linear", 3, "qkv 64 -> 128 (scales by row)").make(Kept())[0]()
+    block = case_of(setting, "fp8_linear", 3, "down 96 -> 64 (scales by block)")
+    block.make(Kept())[0]()
+    assert given == [(128,), (1, 1)]
+    assert block.num_bytes == 96 * 64 + 4 + 3 * (96 + 64) * 4
+
+
+def test_sampling_is_timed_greedy_and_filtered(setting):
+    """By both samplers where there is a GPU, elsewhere by torch's."""
+    need = Need(setting.device, setting.dtype)
+    able = [found for found in SAMPLERS if found.why_not(need) is None]
+    assert [found.name for found in able] == ["torch"]
+    assert {found.name for found in SAMPLERS if found.why_not(Need(torch.device("cuda"), torch.bfloat16)) is None} == {
+        "torch", *(["triton"] if find_spec("triton") else [])
+    }  # fmt: skip
+    found = [case for case in cases(setting, SAMPLING) or [] if case.rows == 3]
+    assert [case.shape for case in found] == [
+        "320, greedy", "320, no filter", "320, top_k 20, top_p 0.95", "320, top_p 0.95"
+    ]  # fmt: skip
+    for case in found:
+        assert case.num_bytes == 3 * 320 * 4
+        (drawn,) = {call().shape for call in case.make(able[0].make(need))}
+        assert drawn == (3,)
+    assert not [case for case in cases(setting, SAMPLING) or [] if case.rows == 20]
+
+
+def test_pages_are_those_of_engines():
+    assert {kind: usual.page_tokens for kind, usual in _USUAL.items()} == kernels.PAGE_TOKENS
 
 
 def test_calls_use_more_memory_than_the_caches(setting):
@@ -97,12 +192,13 @@ def test_a_run_ends_in_one_line_of_json(tmp_path, capsys, monkeypatch, setting):
     monkeypatch.setattr(device, "CPU_MATMUL_SIZE", 64)
     argv = ["--model-config", str(write_config(tmp_path)), "--rows", "1", "--prefill", "none", "--context", "16",
             "--repeats", "1", "--num-threads", "1", "--dtype", "float32", "--device", "cpu",
-            "--ops", "rms_norm,linear,block_linear"]  # fmt: skip
+            "--kv-cache-dtype", "fp8", "--ops", "rms_norm,linear,block_linear,paged_attention,sampling"]  # fmt: skip
     assert kernels.run(argv) == 0
     *shown, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
     rows = found["rows"]
-    assert {row["op"] for row in rows} >= {"rms_norm", "linear"}
+    assert {row["op"] for row in rows} >= {"rms_norm", "linear", "paged_attention", "sampling"}
+    assert (found["kv_cache_dtype"], found["page_size"]) == ("float8_e4m3fn", 16)
     assert "reference" in {row["implementation"] for row in rows}
     for op in ("rms_norm", "linear"):
         shapes = {row["shape"] for row in rows if row["op"] == op}
@@ -127,6 +223,8 @@ def test_a_run_ends_in_one_line_of_json(tmp_path, capsys, monkeypatch, setting):
         (["--table", "x.json"], "--table is the file that --tune writes"),
         (["--tune", "--ops", "experts"], "--ops has no effect on --tune"),
         (["--tune", "--repeats", "3"], "--repeats has no effect on --tune"),
+        (["--tune", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype has no effect on --tune"),
+        (["--page-size", "0"], "--page-size is 0"),
         (["--nope"], "unknown flag --nope"),
     ],
 )

@@ -1,20 +1,19 @@
 """The shapes that a model gives every operation: inputs, bytes and operations. An op without an entry is not timed.
 
-Each case makes several calls over different memory, 256 MiB together but at most 64 calls: more than a GPU's cache or a
-core's own caches hold, so that weights and pages come from memory as they do between the layers of a model. Small
-activations stay in the caches, as they do there. Decode rows R have one token each; a prefill row count is one prompt.
+Decode rows R have one token each; a prefill row count is one prompt. Attention: `kernel_attention`, experts:
+`expert_cases`, sampling, which is no operation of the registry: `kernel_sampling`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
 
-from tokenspeed.attention.interface import AttentionBatch
 from tokenspeed.bench.expert_cases import (
     described,
     experts_bytes,
@@ -23,78 +22,13 @@ from tokenspeed.bench.expert_cases import (
     moe_need,
     route_calls,
 )
-from tokenspeed.config.model import ModelConfig
+from tokenspeed.bench.kernel_attention import paged_attention_cases, qkv_rope_cache_cases
+from tokenspeed.bench.kernel_sampling import SAMPLING, sampling_cases
+from tokenspeed.bench.kernel_setting import EPS, Call, Case, NotTimed, Setting
 
-CACHE_BYTES = 2**28
-MAX_COPIES = 64
-EPS = 1e-6
+FP8_BLOCK = 128
 BLOCKS = {"Q4_0": (2, 16), "Q4_1": (4, 16), "Q8_0": (2, 32)}
 """GGUF types that are timed: bytes of scales and of codes in a block of 32 weights."""
-
-Call = Callable[[], object]
-
-
-class NotTimed(Exception):
-    """This implementation does not take this shape; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One operation at one shape.
-
-    Fields:
-        shape: in words.
-        rows: tokens.
-        num_bytes: what must be read and written. flop: operations.
-        make: an implementation's callable -> calls to time. Raises NotTimed.
-    """
-
-    op: str
-    shape: str
-    rows: int
-    num_bytes: int
-    flop: int
-    make: Callable[[Any], list[Call]]
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What the cases are made for.
-
-    Fields:
-        context_len: tokens a decoding request has. page_size: tokens a page.
-    """
-
-    config: ModelConfig
-    device: torch.device
-    dtype: torch.dtype
-    decode_rows: tuple[int, ...]
-    prefill_lens: tuple[int, ...]
-    context_len: int
-    page_size: int
-
-    @property
-    def element_bytes(self) -> int:
-        return self.dtype.itemsize
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Name -> (in_features, out_features) of a layer's matrices, and the head."""
-        config = self.config
-        heads, width = config.num_heads * config.head_dim, (config.num_heads + 2 * config.num_kv_heads)
-        found = {"qkv": (config.hidden_size, width * config.head_dim), "o": (heads, config.hidden_size)}
-        if config.moe is None or config.moe.dense_layers:
-            found["gate_up"] = (config.hidden_size, 2 * config.intermediate_size)
-            found["down"] = (config.intermediate_size, config.hidden_size)
-        return found | {"head": (config.hidden_size, config.vocab_size)}
-
-    def random(self, *shape: int) -> torch.Tensor:
-        """Normal random numbers in the model's dtype."""
-        return torch.randn(shape, dtype=self.dtype, device=self.device)
-
-    def copies(self, num_bytes: int) -> range:
-        """One index for each copy of inputs of that size."""
-        return range(max(1, min(MAX_COPIES, -(-CACHE_BYTES // max(1, num_bytes)))))
 
 
 def cases(setting: Setting, op: str) -> list[Case] | None:
@@ -150,67 +84,6 @@ def _silu_and_mul(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
         return [partial(op, at.random(rows, 2 * inner)) for _ in at.copies(num_bytes)]
 
     yield Case("silu_and_mul", f"2 x {inner}", rows, num_bytes, 0, make)
-
-
-def _qkv_rope_cache(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
-    config = at.config
-    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-    width = (heads + 2 * kv_heads) * dim
-    num_bytes = rows * (2 * width * at.element_bytes + 4 * dim + 16)
-
-    def make(op: Any) -> list[Call]:
-        cos_sin = torch.rand(config.max_position, dim, device=at.device)
-        norms = [at.random(dim) if config.qk_norm else None for _ in range(2)]
-        num_pages = -(-rows // at.page_size)
-        calls: list[Call] = []
-        for _ in at.copies(num_bytes):
-            keys, values = (at.random(num_pages, at.page_size, kv_heads, dim) for _ in range(2))
-            positions = torch.randint(0, config.max_position, (rows,), device=at.device)
-            slots = torch.randperm(num_pages * at.page_size, device=at.device)[:rows]
-            calls.append(partial(op, at.random(rows, width), positions, cos_sin, keys, values, slots, *norms, EPS))
-        return calls
-
-    yield Case("qkv_rope_cache", f"{heads}+2x{kv_heads} heads of {dim}", rows, num_bytes, 0, make)
-
-
-def _paged_attention(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
-    config = at.config
-    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-    num_requests, query_len, seq_len = (rows, 1, at.context_len) if is_decode else (1, rows, rows)
-    pairs = num_requests * (seq_len if is_decode else rows * (rows + 1) // 2)
-    num_bytes = 2 * (num_requests * seq_len * kv_heads + rows * heads) * dim * at.element_bytes
-
-    def make(op: Any) -> list[Call]:
-        pages = -(-seq_len // at.page_size)
-        scale = dim**-0.5
-        calls: list[Call] = []
-        for _ in at.copies(num_bytes):
-            batch = _batch(at, num_requests, query_len, seq_len)
-            keys, values = (at.random(num_requests * pages, at.page_size, kv_heads, dim) for _ in range(2))
-            calls.append(partial(op, at.random(rows, heads, dim), keys, values, batch, scale, None))
-        return calls
-
-    what = f"decode, context {seq_len}" if is_decode else "one prompt"
-    shape = f"{heads}/{kv_heads} heads of {dim}, {what}"
-    yield Case("paged_attention", shape, rows, num_bytes, 4 * pairs * heads * dim, make)
-
-
-def _batch(at: Setting, num_requests: int, query_len: int, seq_len: int) -> AttentionBatch:
-    """Equal requests whose pages lie scattered; the queries are each request's last tokens."""
-    pages = -(-seq_len // at.page_size)
-    table = torch.randperm(num_requests * pages, device=at.device).view(num_requests, pages)
-    new = torch.arange(seq_len - query_len, seq_len, device=at.device)
-    slots = table[:, new // at.page_size] * at.page_size + new % at.page_size
-    return AttentionBatch(
-        query_start=torch.arange(0, (num_requests + 1) * query_len, query_len, dtype=torch.int32, device=at.device),
-        seq_lens=torch.full((num_requests,), seq_len, dtype=torch.int32, device=at.device),
-        page_table=table.to(torch.int32),
-        slots=slots.flatten(),
-        num_requests=num_requests,
-        num_tokens=num_requests * query_len,
-        query_lens_host=[query_len] * num_requests,
-        seq_lens_host=[seq_len] * num_requests,
-    )
 
 
 def _linears(at: Setting, is_decode: bool) -> Iterator[tuple[str, int, int]]:
@@ -270,24 +143,34 @@ def _fused_linear(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
 
 
 def _fp8_linear(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
-    """e4m3 weights with a scale an output row, plain: any number of rows. The head stays dense, so it has no case."""
-    for name, inner, outer in _linears(at, False):
-        num_bytes = inner * outer + 4 * outer + rows * (inner + outer) * at.element_bytes
+    """e4m3 weights with a scale an output row (`--quantization fp8`) or a block of 128 x 128 (published checkpoints),
+    plain: any number of rows. The head stays dense, so it has no case."""
+    for (name, inner, outer), is_block in product(_linears(at, False), (False, True)):
+        scales = (-(-outer // FP8_BLOCK), -(-inner // FP8_BLOCK)) if is_block else (outer,)
+        num_bytes = inner * outer + 4 * prod(scales) + rows * (inner + outer) * at.element_bytes
 
-        def make(op: Any, inner: int = inner, outer: int = outer, num_bytes: int = num_bytes) -> list[Call]:
-            if (reason := op.why_not(inner, outer, False)) is not None:
+        def make(
+            op: Any,
+            inner: int = inner,
+            outer: int = outer,
+            num_bytes: int = num_bytes,
+            scales: tuple[int, ...] = scales,
+            is_block: bool = is_block,
+        ) -> list[Call]:
+            if (reason := op.why_not(inner, outer, is_block)) is not None:
                 raise NotTimed(reason)
             return [
                 partial(
                     op,
                     at.random(rows, inner),
                     at.random(outer, inner).to(torch.float8_e4m3fn),
-                    torch.full((outer,), 0.02, dtype=torch.float32, device=at.device),
+                    torch.full(scales, 0.02, dtype=torch.float32, device=at.device),
                 )
                 for _ in at.copies(num_bytes)
             ]
 
-        yield Case("fp8_linear", f"{name} {inner} -> {outer}", rows, num_bytes, 2 * rows * inner * outer, make)
+        shape = f"{name} {inner} -> {outer} (scales by {'block' if is_block else 'row'})"
+        yield Case("fp8_linear", shape, rows, num_bytes, 2 * rows * inner * outer, make)
 
 
 def _block_linear(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
@@ -354,12 +237,13 @@ _CASES: dict[str, Callable[[Setting, int, bool], Iterator[Case]]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "silu_and_mul": _silu_and_mul,
-    "qkv_rope_cache": _qkv_rope_cache,
-    "paged_attention": _paged_attention,
+    "qkv_rope_cache": qkv_rope_cache_cases,
+    "paged_attention": paged_attention_cases,
     "linear": _linear,
     "fused_linear": _fused_linear,
     "fp8_linear": _fp8_linear,
     "block_linear": _block_linear,
     "route": _route,
     "experts": _experts,
+    SAMPLING: sampling_cases,
 }

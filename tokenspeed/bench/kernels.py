@@ -21,7 +21,9 @@ from tokenspeed import __version__
 from tokenspeed.bench.arguments import counts, integer, number, parse_all
 from tokenspeed.bench.device import Ceilings, best_s, measure_ceilings
 from tokenspeed.bench.expert_cases import moe_need
-from tokenspeed.bench.kernel_cases import Call, Case, NotTimed, Setting, cases
+from tokenspeed.bench.kernel_cases import cases
+from tokenspeed.bench.kernel_sampling import SAMPLERS, SAMPLING
+from tokenspeed.bench.kernel_setting import Call, Case, NotTimed, Setting
 from tokenspeed.checkpoint.resolve import resolve_checkpoint
 from tokenspeed.config.device import read_device_info
 from tokenspeed.config.flags import check, declared_flags, flag
@@ -34,12 +36,14 @@ PROG = "tokenspeed bench kernels"
 _ABOUT = "Times every implementation of the kernel registry at the shapes of a model, beside the device's bound."
 _WHAT = "What is timed"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
-OPS = tuple(op for op in REQUIRED + OPTIONAL if op != "recorder")
+OPS = (*(op for op in REQUIRED + OPTIONAL if op != "recorder"), SAMPLING)
 FP8_OP = "fp8_linear"
-_NOT_TUNED = ("ops", "context", "page_size", "repeats", "num_threads")
+_NOT_TUNED = ("ops", "kv_cache_dtype", "context", "page_size", "repeats", "num_threads")
 """Flags that say nothing about expert kernels."""
 MIN_CALLS = 16
 """Calls in a graph at least, so that the launch of the graph vanishes in them."""
+PAGE_TOKENS = {"cpu": 16, "cuda": 64}
+"""What engines use unless told otherwise (`--prefix-granularity`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,20 +64,26 @@ class KernelArgs:
     )  # fmt: skip
     device: str = flag("auto", "--device", _WHAT, "Where they run.", choices=("auto", "cpu", "cuda"))
     dtype: str = flag("bfloat16", "--dtype", _WHAT, "Of weights and activations.", choices=tuple(DTYPES))
+    kv_cache_dtype: str = flag(
+        "auto", "--kv-cache-dtype", _WHAT, "Of the KV cache; `auto` is --dtype, `fp8` is `fp8_e4m3`.",
+        choices=("auto", "fp8", "fp8_e4m3"),
+    )  # fmt: skip
     rows: tuple[int, ...] = flag(
         (1, 4, 16, 64, 256), "--rows", _WHAT, "Decode rows; `none` for none.", parse=counts, metavar="N,N,...",
         default_text="1,4,16,64,256",
     )  # fmt: skip
     prefill: tuple[int, ...] = flag(
-        (1024,), "--prefill", _WHAT, "Tokens of a prompt; `none` for none.", parse=counts, metavar="N,N,...",
+        (1024,), "--prefill", _WHAT, "Tokens of a step with a prompt, or `none`.", parse=counts, metavar="N,N,...",
         default_text="1024",
     )  # fmt: skip
     context: int = flag(
-        1024, "--context", _WHAT, "Tokens that a decoding request has.", parse=integer, metavar="TOKENS", at_least=1
-    )
-    page_size: int = flag(
-        16, "--page-size", _WHAT, "Tokens a page of the KV cache.", parse=integer, metavar="TOKENS", at_least=1
-    )
+        1024, "--context", _WHAT, "Tokens that a decoding request has, and those before a chunk of a prompt.",
+        parse=integer, metavar="TOKENS", at_least=1,
+    )  # fmt: skip
+    page_size: int | None = flag(
+        None, "--page-size", _WHAT, "Tokens a page of the KV cache.", parse=integer, metavar="TOKENS", at_least=1,
+        default_text="that of engines: " + ", ".join(f"{size} on {name}" for name, size in PAGE_TOKENS.items()),
+    )  # fmt: skip
     repeats: int = flag(5, "--repeats", _WHAT, "Rounds; the fastest counts.", parse=integer, metavar="N", at_least=1)
     time_limit: float | None = flag(
         None, "--time-limit", _WHAT, "Seconds after which nothing more is begun; what is left out is named.",
@@ -142,6 +152,8 @@ class KernelReport:
     model: str
     device: str
     dtype: str
+    kv_cache_dtype: str
+    page_size: int
     bytes_per_s: float
     flop_per_s: float
     fp8_flop_per_s: float | None = None
@@ -164,17 +176,21 @@ def run(argv: Sequence[str]) -> int:
     if device.type == "cpu":
         torch.set_num_threads(args.num_threads or info.num_physical_cores)
     torch.manual_seed(0)
-    need = Need(device, DTYPES[args.dtype])
+    dtype = DTYPES[args.dtype]
+    need = Need(device, dtype, dtype if args.kv_cache_dtype == "auto" else torch.float8_e4m3fn)
     if args.tune:
         return _tune(args, config, need)
     deadline = time.monotonic() + (args.time_limit or float("inf"))
-    setting = Setting(config, device, need.dtype, args.rows, args.prefill, args.context, args.page_size)
+    page_size = args.page_size or PAGE_TOKENS[device.type]
+    setting = Setting(config, device, dtype, args.rows, args.prefill, args.context, page_size, need.kv_dtype)
     has_fp8 = any(found.op == FP8_OP and found.why_not(need) is None for found in discover())
     ceilings = measure_ceilings(device, need.dtype, info.cpu_name, with_fp8=has_fp8 and FP8_OP in ops)
     report = KernelReport(
         model=checkpoint.name,
         device=ceilings.device,
         dtype=args.dtype,
+        kv_cache_dtype=str(setting.pool_dtype).removeprefix("torch."),
+        page_size=page_size,
         bytes_per_s=ceilings.bytes_per_s,
         flop_per_s=ceilings.flop_per_s,
         fp8_flop_per_s=ceilings.fp8_flop_per_s,
@@ -255,7 +271,7 @@ def measure_op(
         report.not_timed.append(f"{op}: no shapes are declared for it (bench/kernel_cases.py)")
         return
     able: list[Implementation] = []
-    for implementation in discover():
+    for implementation in (*discover(), *SAMPLERS):
         if implementation.op == op:
             reason = implementation.why_not(need)
             if reason is None:
