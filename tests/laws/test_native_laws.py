@@ -47,7 +47,7 @@ def graphs(default_checkpoint: Checkpoint) -> Run:
     return run(config(), WORK)
 
 
-WORK = requests([3, 9, 30, 70, 33], 14)
+WORK = requests([3, 9, 30, 70, 33, 1], 14)
 
 
 def config(**options: object) -> EngineConfig:

@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from tokenspeed.attention.interface import AttentionBatch
+from tokenspeed.kernels.cpu import row_sizes
 from tokenspeed.kernels.reference.attention import first_seen, visible
 from tokenspeed.kernels.reference.attention import paged_attention as reference_attention
 from tokenspeed.kernels.reference.pointwise import stored
@@ -36,6 +37,8 @@ def embedding(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """See `ops.Linear`."""
+    if x.dtype == torch.bfloat16:
+        return row_sizes.linear(x, weight, bias)
     return functional.linear(x, weight, bias)
 
 
@@ -128,10 +131,12 @@ def _attend(
         return _decode(q, keys, values, batch.page_table, seq_lens, scale, window, sinks)
     out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
     decodes = [r for r in range(batch.num_requests) if starts[r + 1] - starts[r] == 1]
-    if decodes:
-        rows = torch.tensor([starts[r] for r in decodes])
-        table = batch.page_table[torch.tensor(decodes)]
-        out[rows] = _decode(q[rows], keys, values, table, [seq_lens[r] for r in decodes], scale, window, sinks)
+    # Padded to a neighbour's length torch adds up in other blocks: in bfloat16, where bits are promised, one by one.
+    turn = 1 if q.dtype == torch.bfloat16 else max(1, len(decodes))
+    for some in (decodes[first : first + turn] for first in range(0, len(decodes), turn)):
+        rows = torch.tensor([starts[r] for r in some])
+        table = batch.page_table[torch.tensor(some)]
+        out[rows] = _decode(q[rows], keys, values, table, [seq_lens[r] for r in some], scale, window, sinks)
     for r in range(batch.num_requests):
         if starts[r + 1] - starts[r] > 1:
             mine = slice(starts[r], starts[r + 1])
