@@ -5,6 +5,11 @@
                            |--------- expert 4 ---------|-- expert 9 --|
                            |BLOCK_M |BLOCK_M | rest     |BLOCK_M | rest|      expert = -1: nothing left
 
+Formula   pairs = stable argsort of expert_ids; tiles of expert e: ceil(count[e] / BLOCK_M), side by side.
+Bytes     4 P read, 4 P and 12 a tile written. Few pairs: every program reads all ids, P / 32 times 4 P, from L2. Many:
+          ids three times, and 20 an expert and block of 256 pairs (counts written, read twice, placed, read).
+Bound     8192 tokens of 4 of 32 experts: 0.6 MB, 0.15 us at 4.26 TB/s on an H200; the launches are the cost.
+
 The host knows only bounds: at most min(P, E) + P // BLOCK_M tiles for P pairs. Nothing waits for the device. The order
 depends on the ids alone. Few pairs take one launch, because a decode step waits for it, in which every program looks at
 all ids; many take three: counts by block, their prefix sums and the tiles, places.

@@ -2,6 +2,10 @@
 
 Formula   as `prefill_attention`, without windows. A sink is one exponent more in the softmax's denominator: the rows of
           plain attention, of which these kernels give the log-sum-exp, times sigmoid(log-sum-exp - sink).
+Operations  2 * num_heads * head_dim * L * (L + 1) for a prompt of L tokens.
+Bytes     queries and outputs once; keys and values three times: out of their pages, into the copies, out of these.
+          (2 num_heads + 6 num_kv_heads) * head_dim * L numbers; 32 / 8 heads of 128, bfloat16: 28 KiB a token, at 512
+          tokens 3.4 us at 4.26 TB/s beside 2.7 us of operations, at 8000 tokens 54 us beside 650.
 Bound     808 TFLOP/s bf16 on an H200; cuDNN 612 at 8000 tokens, against 393 of our Triton kernel (docs/log.md).
 """
 
