@@ -287,7 +287,10 @@ def test_a_window_and_not_the_context_decides_how_decode_is_shared_out() -> None
         assert choose_decode_tile(rows, 64, 5).block_t == 16  # what a matrix instruction takes at least
         long = choose_decode_tile(rows, 64, 4096)
         assert long == choose_decode_tile(rows, 64, None)
-    assert choose_decode_tile(8, 128, 300).num_splits == 10
+    assert choose_decode_tile(8, 128, 300).num_splits == 5
+    assert choose_decode_tile(128, 64, 128).early and not choose_decode_tile(512, 64, 128).early
+    assert not choose_decode_tile(8, 64, 5000).ahead and choose_decode_tile(512, 128, None).early
+    assert not choose_decode_tile(512, 256, None).early, "its blocks do not fit into the registers"
 
 
 # ---- pointwise ------------------------------------------------------------------------------------------------------

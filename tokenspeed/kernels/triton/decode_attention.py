@@ -9,6 +9,19 @@ Bound     the KV bytes at 4.26 TB/s on an H200.
 Work is split by (request, kv head, split). Every program leaves an unnormalised partial with its maximum and sum; the
 last of a (request, kv head) to arrive merges them in order of the splits. Lengths are read on the device, so one
 recorded graph serves every context.
+
+Early     A tile with `early` blocks reads lengths, page numbers and its first keys and values before it waits for the
+          launch before it (programmatic dependent launch), all but the newest token's; that row is read after the wait.
+          What makes this safe:
+          * Launch N begins when every program of launch N - 1 has let it (gdc_launch_dependents) or ended. Launch N - 1
+            is the one that rotates and stores (`pointwise.qkv_rope_cache`, 8-bit pools included). Every program of it
+            waits for launch N - 2 before it lets launch N begin, so N - 2 is over, and with it all before: each launch
+            waits for its predecessor before it ends. Or launch N - 1 is an ordinary one (another implementation of
+            that op), which begins when all before it is over.
+          * Launch N - 1 writes queries and each row's newest keys and values, nothing else that is read here. A row is
+            one token of a request, and no row's newest token is in the context of another row of the step.
+          So a caller whose preceding launch writes older keys or values, lengths, page numbers or sinks must not use
+          such a tile. Early reads pass L1 by (.cg): it holds no stale line after the wait.
 """
 
 from __future__ import annotations
@@ -19,6 +32,139 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tokenspeed.kernels.triton.prefetch import prefetch_l2
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _where(
+    table_row,
+    start,
+    last,
+    kv_head,
+    dims,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
+    CACHE: tl.constexpr,
+):
+    """Offsets of `dims` of BLOCK_T tokens from `start` on, [T, len(dims)] int64; those from `last` on mean nothing.
+    ONE_PAGE: no block lies in two pages."""
+    if ONE_PAGE:
+        page = tl.load(table_row + start // PAGE_SIZE, mask=start < last, other=0, cache_modifier=CACHE)
+        slot = page.to(tl.int64) * PAGE_SIZE + start % PAGE_SIZE
+        block = tl.arange(0, BLOCK_T)[:, None] * TOKEN_STRIDE + dims[None, :]
+        where = slot * TOKEN_STRIDE + kv_head * HEAD_DIM + block
+    else:
+        tokens = start + tl.arange(0, BLOCK_T)
+        pages = tl.load(table_row + tokens // PAGE_SIZE, mask=tokens < last, other=0, cache_modifier=CACHE)
+        slots = pages.to(tl.int64) * PAGE_SIZE + tokens % PAGE_SIZE
+        where = slots[:, None] * TOKEN_STRIDE + kv_head * HEAD_DIM + dims[None, :]
+    return where
+
+
+@triton.jit
+def _power(x, BASE_2: tl.constexpr):
+    """2 ** x, one instruction, or e ** x, which is four."""
+    if BASE_2:
+        y = tl.exp2(x)
+    else:
+        y = tl.exp(x)
+    return y
+
+
+@triton.jit
+def _attend(q, k, v, live, best, total, acc, scale, logit_cap: tl.constexpr, BASE_2: tl.constexpr):
+    """A block of tokens, of which the `live` ones count, joins the running softmax. BASE_2: `scale` is times log2(e),
+    unless there is a cap; `best` is."""
+    k = k.to(q.dtype)
+    v = v.to(q.dtype)
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if logit_cap > 0:
+        ratio = logits / logit_cap
+        logits = logit_cap * (2.0 / (1.0 + tl.exp(-2.0 * ratio)) - 1.0)
+        if BASE_2:
+            logits *= LOG2E
+    logits = tl.where(live[None, :], logits, float("-inf"))
+    new_best = tl.maximum(best, tl.max(logits, axis=1))
+    safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+    weights = _power(logits - safe[:, None], BASE_2)
+    carry = _power(best - safe, BASE_2)
+    total = total * carry + tl.sum(weights, axis=1)
+    acc = acc * carry[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+    return new_best, total, acc
+
+
+@triton.jit
+def _merge_in_turn(
+    partial_ptr,
+    stats_ptr,
+    first,
+    count,
+    best,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BASE_2: tl.constexpr,
+):
+    """Sums and accumulators of partials first .. first + count, one after the other; `best` [BLOCK_H] holds sinks."""
+    total = tl.where(best == float("-inf"), 0.0, 1.0)
+    acc = tl.zeros((BLOCK_H, BLOCK_D), dtype=tl.float32)
+    inner = tl.arange(0, BLOCK_H)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    for other in range(count):
+        base = first + other
+        other_best = tl.load(stats_ptr + base * 2 * BLOCK_H + tl.arange(0, BLOCK_H), cache_modifier=".cg")
+        other_total = tl.load(stats_ptr + base * 2 * BLOCK_H + BLOCK_H + tl.arange(0, BLOCK_H), cache_modifier=".cg")
+        part = tl.load(partial_ptr + base * BLOCK_H * BLOCK_D + inner, cache_modifier=".cg")
+        new_best = tl.maximum(best, other_best)
+        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+        carry = _power(best - safe, BASE_2)
+        scale_other = _power(other_best - safe, BASE_2)
+        total = total * carry + other_total * scale_other
+        acc = acc * carry[:, None] + part * scale_other[:, None]
+        best = new_best
+    return total, acc
+
+
+@triton.jit
+def _merge_at_once(
+    partial_ptr,
+    stats_ptr,
+    first,
+    count,
+    best,
+    GROUP: tl.constexpr,
+    GROUP_P: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MERGE: tl.constexpr,
+    BASE_2: tl.constexpr,
+):
+    """As `_merge_in_turn`, MERGE partials at a time and only the heads of the group; `best` [GROUP_P]."""
+    total = tl.where(best == float("-inf"), 0.0, 1.0)
+    acc = tl.zeros((GROUP_P, BLOCK_D), dtype=tl.float32)
+    members = tl.arange(0, GROUP_P)
+    dims = tl.arange(0, BLOCK_D)
+    for chunk in tl.range(0, count, MERGE, num_stages=1):
+        others = chunk + tl.arange(0, MERGE)
+        mine = (others < count)[:, None] & (members < GROUP)[None, :]
+        rows = (first + others)[:, None, None] * BLOCK_H + members[None, :, None]
+        parts = partial_ptr + rows * BLOCK_D + dims[None, None, :]
+        stats = stats_ptr + (first + others)[:, None] * (2 * BLOCK_H) + members[None, :]
+        part = tl.load(parts, mask=mine[:, :, None], other=0.0, cache_modifier=".cg")
+        bests = tl.load(stats, mask=mine, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(stats + BLOCK_H, mask=mine, other=0.0, cache_modifier=".cg")
+        new_best = tl.maximum(best, tl.max(bests, axis=0))
+        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+        carry = _power(best - safe, BASE_2)
+        weights = _power(bests - safe[None, :], BASE_2)
+        total = total * carry + tl.sum(totals * weights, axis=0)
+        acc = acc * carry[:, None] + tl.sum(part * weights[:, :, None], axis=0)
+        best = new_best
+    return total, acc
 
 
 # A stride or a count that grows with the context is not written into the kernel: each variant would compile anew.
@@ -43,6 +189,7 @@ def _decode_kernel(
     HAS_SINKS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUP_P: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -50,15 +197,19 @@ def _decode_kernel(
     BLOCK_T: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     LEAST_BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
+    MERGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     request = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    if PDL:
+    if PDL and EARLY == 0:
         gdc_wait()
         gdc_launch_dependents()
-    seq_len = tl.load(seq_lens_ptr + request)
+    CACHE: tl.constexpr = ".cg" if EARLY > 0 else ""
+    seq_len = tl.load(seq_lens_ptr + request, cache_modifier=CACHE)
     begin = 0
     if WINDOW > 0:
         # Nothing before the window is read, masked or not: its pages may be another's by now, and 0 * NaN is NaN.
@@ -75,75 +226,114 @@ def _decode_kernel(
     in_group = tl.arange(0, BLOCK_H) < GROUP
     dims = tl.arange(0, BLOCK_D)
     in_head = dims < HEAD_DIM
+    TOKEN_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    ONE_PAGE: tl.constexpr = EARLY > 0 and WINDOW == 0 and PAGE_SIZE % BLOCK_T == 0
+    table_row = page_table_ptr + request * page_table_stride
+    # Heads of the result as it is stored: those of the tensor cores' block, or of the merge's.
+    OWNERS: tl.constexpr = GROUP_P if NUM_SPLITS > 1 and MERGE > 1 else BLOCK_H
+    owners = tl.arange(0, OWNERS)
+    BASE_2: tl.constexpr = EARLY > 0
+    if EARLY > 0:
+        if logit_cap == 0:
+            scale *= LOG2E
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + kv_head * GROUP + owners, mask=owners < GROUP, other=0.0).to(tl.float32) * LOG2E
+        newest = seq_len - 1
+        where = _where(
+            table_row, first, last, kv_head, dims, TOKEN_STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_T, ONE_PAGE, CACHE
+        )
+        tokens = first + tl.arange(0, BLOCK_T)
+        known = (tokens < tl.minimum(last, newest))[:, None] & in_head[None, :]
+        k = tl.load(k_ptr + where, mask=known, other=0.0, cache_modifier=CACHE)
+        v = tl.load(v_ptr + where, mask=known, other=0.0, cache_modifier=CACHE)
+        if EARLY == 2:
+            where_2 = _where(
+                table_row, first + BLOCK_T, last, kv_head, dims,
+                TOKEN_STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_T, ONE_PAGE, CACHE,
+            )  # fmt: skip
+            tokens_2 = tokens + BLOCK_T
+            known_2 = (tokens_2 < tl.minimum(last, newest))[:, None] & in_head[None, :]
+            k_2 = tl.load(k_ptr + where_2, mask=known_2, other=0.0, cache_modifier=CACHE)
+            v_2 = tl.load(v_ptr + where_2, mask=known_2, other=0.0, cache_modifier=CACHE)
+        if PDL:
+            LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth
+            lines = tl.minimum(tl.arange(0, (BLOCK_D + LINE - 1) // LINE) * LINE, HEAD_DIM - 1)
+            for block in tl.static_range(EARLY, EARLY + AHEAD):
+                start = first + block * BLOCK_T
+                if start < last:
+                    ahead = _where(
+                        table_row, start, last, kv_head, lines,
+                        TOKEN_STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_T, ONE_PAGE, CACHE,
+                    )  # fmt: skip
+                    prefetch_l2((k_ptr + ahead).to(tl.int64, bitcast=True))
+                    prefetch_l2((v_ptr + ahead).to(tl.int64, bitcast=True))
+            gdc_wait()
+            gdc_launch_dependents()
+
     best = tl.full((BLOCK_H,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_H,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_D), dtype=tl.float32)
-    token_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     q_row = q_ptr + request.to(tl.int64) * q_stride
     q = tl.load(q_row + heads[:, None] * HEAD_DIM + dims[None, :], mask=in_group[:, None] & in_head[None, :], other=0.0)
-    for start in range(first, last, BLOCK_T):
-        tokens = start + tl.arange(0, BLOCK_T)
-        live = tokens < last
-        pages = tl.load(page_table_ptr + request * page_table_stride + tokens // PAGE_SIZE, mask=live, other=0)
-        slots = pages.to(tl.int64) * PAGE_SIZE + tokens % PAGE_SIZE
-        where = slots[:, None] * token_stride + kv_head * HEAD_DIM + dims[None, :]
+    if EARLY > 0:
+        fresh = ((tokens == newest) & (tokens < last))[:, None] & in_head[None, :]
+        k = tl.load(k_ptr + where, mask=fresh, other=k, cache_modifier=CACHE)
+        v = tl.load(v_ptr + where, mask=fresh, other=v, cache_modifier=CACHE)
+        if EARLY == 2:
+            fresh_2 = ((tokens_2 == newest) & (tokens_2 < last))[:, None] & in_head[None, :]
+            k_2 = tl.load(k_ptr + where_2, mask=fresh_2, other=k_2, cache_modifier=CACHE)
+            v_2 = tl.load(v_ptr + where_2, mask=fresh_2, other=v_2, cache_modifier=CACHE)
+        best, total, acc = _attend(q, k, v, tokens < last, best, total, acc, scale, logit_cap, BASE_2)
+        if EARLY == 2:
+            best, total, acc = _attend(q, k_2, v_2, tokens_2 < last, best, total, acc, scale, logit_cap, BASE_2)
+    for start in range(first + EARLY * BLOCK_T, last, BLOCK_T):
+        live = start + tl.arange(0, BLOCK_T) < last
+        where = _where(table_row, start, last, kv_head, dims, TOKEN_STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_T, ONE_PAGE, "")
         mask = live[:, None] & in_head[None, :]
-        k = tl.load(k_ptr + where, mask=mask, other=0.0).to(q.dtype)
-        v = tl.load(v_ptr + where, mask=mask, other=0.0).to(q.dtype)
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if logit_cap > 0:
-            ratio = logits / logit_cap
-            logits = logit_cap * (2.0 / (1.0 + tl.exp(-2.0 * ratio)) - 1.0)
-        logits = tl.where(live[None, :], logits, float("-inf"))
-        new_best = tl.maximum(best, tl.max(logits, axis=1))
-        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp(logits - safe[:, None])
-        carry = tl.exp(best - safe)
-        total = total * carry + tl.sum(weights, axis=1)
-        acc = acc * carry[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
-        best = new_best
+        k = tl.load(k_ptr + where, mask=mask, other=0.0)
+        v = tl.load(v_ptr + where, mask=mask, other=0.0)
+        best, total, acc = _attend(q, k, v, live, best, total, acc, scale, logit_cap, BASE_2)
 
     row = request.to(tl.int64) * NUM_KV_HEADS + kv_head
-    out_where = out_ptr + (row * GROUP + tl.arange(0, BLOCK_H))[:, None] * HEAD_DIM + dims[None, :]
-    out_mask = in_group[:, None] & in_head[None, :]
+    out_where = out_ptr + (row * GROUP + owners)[:, None] * HEAD_DIM + dims[None, :]
+    out_mask = (owners < GROUP)[:, None] & in_head[None, :]
     if NUM_SPLITS == 1:
         if HAS_SINKS:
-            sink = tl.load(sinks_ptr + heads, mask=in_group, other=0.0).to(tl.float32)
-            total += tl.exp(sink - best)
+            if EARLY == 0:
+                sink = tl.load(sinks_ptr + heads, mask=in_group, other=0.0).to(tl.float32)
+            total += _power(sink - best, BASE_2)
         share = tl.where(total == 0, 0.0, out_scale / total)  # nothing attended: a row without context
         tl.store(out_where, (acc * share[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
         return
 
+    kept = tl.full((BLOCK_H,), True, dtype=tl.int1)
+    if MERGE > 1:  # nobody reads the others
+        kept = in_group
     inner = tl.arange(0, BLOCK_H)[:, None] * BLOCK_D + dims[None, :]
     own = row * NUM_SPLITS + split
-    tl.store(partial_ptr + own * BLOCK_H * BLOCK_D + inner, acc)
-    tl.store(stats_ptr + own * 2 * BLOCK_H + tl.arange(0, BLOCK_H), best)
-    tl.store(stats_ptr + own * 2 * BLOCK_H + BLOCK_H + tl.arange(0, BLOCK_H), total)
+    tl.store(partial_ptr + own * BLOCK_H * BLOCK_D + inner, acc, mask=kept[:, None])
+    tl.store(stats_ptr + own * 2 * BLOCK_H + tl.arange(0, BLOCK_H), best, mask=kept)
+    tl.store(stats_ptr + own * 2 * BLOCK_H + BLOCK_H + tl.arange(0, BLOCK_H), total, mask=kept)
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel")
     if arrived == num_working - 1:
         tl.store(counter_ptr + row, 0)
-        best = tl.full((BLOCK_H,), float("-inf"), dtype=tl.float32)
+        sinks = tl.full((OWNERS,), float("-inf"), dtype=tl.float32)
         if HAS_SINKS:
-            best = tl.load(sinks_ptr + heads, mask=in_group, other=0.0).to(tl.float32)
-        total = tl.where(best == float("-inf"), 0.0, 1.0)
-        acc = tl.zeros((BLOCK_H, BLOCK_D), dtype=tl.float32)
-        for other in range(num_working):
-            base = row * NUM_SPLITS + other
-            other_best = tl.load(stats_ptr + base * 2 * BLOCK_H + tl.arange(0, BLOCK_H), cache_modifier=".cg")
-            other_total = tl.load(
-                stats_ptr + base * 2 * BLOCK_H + BLOCK_H + tl.arange(0, BLOCK_H), cache_modifier=".cg"
+            if EARLY == 0:
+                sink = tl.load(sinks_ptr + kv_head * GROUP + owners, mask=owners < GROUP, other=0.0).to(tl.float32)
+            sinks = sink
+        first_part = row * NUM_SPLITS
+        if MERGE > 1:
+            whole, result = _merge_at_once(
+                partial_ptr, stats_ptr, first_part, num_working, sinks, GROUP, GROUP_P, BLOCK_H, BLOCK_D, MERGE, BASE_2
             )
-            part = tl.load(partial_ptr + base * BLOCK_H * BLOCK_D + inner, cache_modifier=".cg")
-            new_best = tl.maximum(best, other_best)
-            safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-            carry = tl.exp(best - safe)
-            scale_other = tl.exp(other_best - safe)
-            total = total * carry + other_total * scale_other
-            acc = acc * carry[:, None] + part * scale_other[:, None]
-            best = new_best
-        share = tl.where(total == 0, 0.0, out_scale / total)
-        tl.store(out_where, (acc * share[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
+        else:
+            whole, result = _merge_in_turn(
+                partial_ptr, stats_ptr, first_part, num_working, sinks, BLOCK_H, BLOCK_D, BASE_2
+            )
+        share = tl.where(whole == 0, 0.0, out_scale / whole)
+        tl.store(out_where, (result * share[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +344,10 @@ class DecodeTile:
         num_splits: programs that may share the context of a (request, kv head).
         block_t: tokens that a program reads at once.
         least_blocks: blocks that a program takes at least, as long as there are; programs without any return at once.
+        early: blocks (0, 1 or 2) that a program reads into registers before it waits for the launch before; see the
+            module for what that launch may be.
+        ahead: blocks after those that it brings into L2 before it waits.
+        merge: partials that are merged at once, a power of two; fewer where the heads of a group leave no room.
     """
 
     num_splits: int
@@ -161,6 +355,48 @@ class DecodeTile:
     num_warps: int
     num_stages: int
     least_blocks: int = 1
+    early: int = 0
+    ahead: int = 0
+    merge: int = 1
+
+
+MERGE_REGISTERS = 128
+"""Of a thread, for the partials that it merges at once."""
+
+
+def decode_constants(
+    num_heads: int,
+    keys: torch.Tensor,
+    tile: DecodeTile,
+    window: int | None,
+    has_sinks: bool,
+    logit_cap: float | None,
+    pdl: bool,
+) -> dict[str, object]:
+    """What the kernel is compiled for; keys [pages, page_size, Hk, D]."""
+    _, page_size, num_kv_heads, head_dim = keys.shape
+    group_p = triton.next_power_of_2(num_heads // num_kv_heads)
+    block_d = triton.next_power_of_2(head_dim)
+    room = MERGE_REGISTERS * 32 * tile.num_warps // (group_p * block_d)
+    return {
+        "logit_cap": logit_cap or 0.0,
+        "WINDOW": window or 0,
+        "HAS_SINKS": has_sinks,
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": num_heads // num_kv_heads,
+        "GROUP_P": group_p,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d,
+        "PAGE_SIZE": page_size,
+        "BLOCK_H": max(16, group_p),
+        "BLOCK_T": tile.block_t,
+        "NUM_SPLITS": tile.num_splits,
+        "LEAST_BLOCKS": tile.least_blocks,
+        "EARLY": tile.early,
+        "AHEAD": tile.ahead,
+        "MERGE": max(1, min(tile.merge, room, triton.next_power_of_2(tile.num_splits))),
+        "PDL": pdl,
+    }
 
 
 def decode_attention(
@@ -188,12 +424,10 @@ def decode_attention(
         window: tokens that a query sees, itself included; pages before it are not read.
         sinks: [Hq] float32.
     """
-    _, page_size, num_kv_heads, head_dim = keys.shape
-    num_requests, num_heads, _ = q.shape
-    group = num_heads // num_kv_heads
+    num_requests, num_heads, head_dim = q.shape
     out = q.new_empty(num_requests, num_heads * head_dim)
     partials, stats, counters = workspace
-    _decode_kernel[(num_requests, num_kv_heads, tile.num_splits)](
+    _decode_kernel[(num_requests, keys.shape[2], tile.num_splits)](
         q,
         keys,
         values,
@@ -208,19 +442,7 @@ def decode_attention(
         out_scale,
         page_table.stride(0),
         q.stride(0),
-        logit_cap=logit_cap or 0.0,
-        WINDOW=window or 0,
-        HAS_SINKS=sinks is not None,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        PAGE_SIZE=page_size,
-        BLOCK_H=max(16, triton.next_power_of_2(group)),
-        BLOCK_T=tile.block_t,
-        NUM_SPLITS=tile.num_splits,
-        LEAST_BLOCKS=tile.least_blocks,
-        PDL=pdl,
+        **decode_constants(num_heads, keys, tile, window, sinks is not None, logit_cap, pdl),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=pdl,
@@ -229,19 +451,28 @@ def decode_attention(
 
 
 NARROW_HEAD = 64
+WIDEST_EARLY_HEAD = 128
+"""Blocks of wider heads do not fit into the registers."""
+EARLY_ONE = DecodeTile(32, 64, 4, 3, early=1, merge=16)
+EARLY_ONE_NARROW = DecodeTile(32, 32, 1, 3, early=1, merge=8)
+EARLY_MANY = DecodeTile(1, 64, 2, 3, early=1, ahead=1)
 TILES: tuple[tuple[int, DecodeTile, DecodeTile], ...] = (
-    (8, DecodeTile(32, 64, 2, 5, least_blocks=1), DecodeTile(32, 32, 4, 5, least_blocks=2)),
+    (8, EARLY_ONE_NARROW, EARLY_ONE),
     (32, DecodeTile(16, 128, 4, 3, least_blocks=1), DecodeTile(16, 32, 4, 5, least_blocks=4)),
     (128, DecodeTile(8, 64, 2, 5, least_blocks=4), DecodeTile(8, 64, 4, 3, least_blocks=3)),
-    (511, DecodeTile(4, 64, 4, 3, least_blocks=5), DecodeTile(4, 64, 4, 3, least_blocks=5)),
-    (2**31, DecodeTile(1, 32, 2, 5), DecodeTile(1, 64, 2, 3)),
+    (255, DecodeTile(4, 64, 4, 3, least_blocks=5), DecodeTile(4, 64, 4, 3, least_blocks=5)),
+    (511, DecodeTile(4, 64, 4, 3, least_blocks=5), DecodeTile(1, 64, 4, 3, early=2, ahead=1)),
+    (2**31, EARLY_MANY, EARLY_MANY),
 )
 """Up to so many (request, kv head) pairs: the tile for heads of up to 64 dimensions, and for wider ones. The number of
-splits that work at a context of 600 measured best on one H200 (docs/log.md, sweep of 155 variants); longer contexts get
-more, so that few requests still keep the memory busy."""
+splits that work at a context of 600 measured best on one H200 (docs/log.md: a sweep of 155 variants, then one of 379
+with early reads); longer contexts get more, so that few requests still keep the memory busy. From 9 to 255 pairs no
+early tile that was tried gains more than 0.3 us, and most lose several."""
 
 SHORT_WINDOW = 256
 SHORT_WINDOW_TILE_BYTES = 128 * 64
+MOST_EARLY_WINDOWS = 128
+"""(request, kv head) pairs up to which a window that fits a block is read early; 512 of them lose by it."""
 
 
 def choose_decode_tile(num_rows: int, head_dim: int, window: int | None) -> DecodeTile:
@@ -250,9 +481,13 @@ def choose_decode_tile(num_rows: int, head_dim: int, window: int | None) -> Deco
     if window is not None and window <= SHORT_WINDOW:
         most = max(16, SHORT_WINDOW_TILE_BYTES // triton.next_power_of_2(head_dim))
         block_t = min(most, max(16, triton.next_power_of_2(window)))
-        return DecodeTile(1, block_t, 4, 1 if window <= block_t else 2)
+        if window > block_t:
+            return DecodeTile(1, block_t, 4, 2)
+        return DecodeTile(1, block_t, 4, 1, early=int(num_rows <= MOST_EARLY_WINDOWS))
     narrow, wide = next((narrow, wide) for most_rows, narrow, wide in TILES if num_rows <= most_rows)
     tile = narrow if head_dim <= NARROW_HEAD else wide
+    if head_dim > WIDEST_EARLY_HEAD:
+        tile = replace(tile, early=0, ahead=0)
     if window is not None:
         tile = replace(tile, num_splits=min(tile.num_splits, triton.cdiv(window, tile.block_t)))
     return tile
