@@ -74,6 +74,62 @@ def test_filters_keep_exactly_what_sorting_keeps(top_k: int, top_p: float, min_p
     assert likely <= set(drawn)
 
 
+def normal(dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * scale).to(dtype)
+
+
+def with_few(count: int) -> torch.Tensor:
+    """Finite for so many tokens only."""
+    logits = torch.full((VOCAB,), -torch.inf)
+    logits[-count:] = torch.linspace(0, 1, count)
+    return logits
+
+
+CASES = {
+    "flat": (normal(torch.float32), [(20, 0.95, 0.0), (0, 0.9, 0.0), (0, 0.4, 0.3), (0, 0.999, 0.0)]),
+    "bfloat16, many ties": (normal(torch.bfloat16), [(20, 0.95, 0.0), (0, 0.9, 0.0), (30, 1.0, 0.1), (3, 0.7, 0.0)]),
+    "float16": (normal(torch.float16, 4.0), [(20, 0.95, 0.0), (0, 0.6, 0.0)]),
+    "more than there are groups": (normal(torch.float32, 2.0), [(900, 1.0, 0.0), (900, 0.5, 0.01)]),
+    "one value, more often than a list holds": (torch.full((VOCAB,), 2.5), [(5, 1.0, 0.0), (0, 0.3, 0.0)]),
+    "both zeros": (torch.arange(VOCAB) % 2 * -0.0, [(5, 0.9, 0.0), (0, 0.3, 0.0)]),
+    "fewer than top_k": (with_few(7), [(20, 1.0, 0.0), (20, 0.5, 0.0), (4, 0.9, 0.0)]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_filters_draw_as_if_the_others_were_forbidden(case: str) -> None:
+    """The noise of a token is a function of seed, position and token: so a row that filters draws what a row without
+    filters draws from logits that have the others at -inf."""
+    logits, filters = CASES[case]
+    temperature, seeds = 1.5, (3, 4, 5)
+    rows = [one for one in filters for _ in seeds]
+    params = sampling(
+        temperature=[temperature] * len(rows),
+        top_k=[one[0] for one in rows],
+        top_p=[one[1] for one in rows],
+        min_p=[one[2] for one in rows],
+        seed=[*seeds] * len(filters),
+    )
+    everything = sampling(temperature=[temperature] * len(rows), seed=[*seeds] * len(filters))
+    allowed = torch.stack(
+        [logits.masked_fill(logits < threshold(logits, temperature, *one), -torch.inf) for one in rows]
+    )
+    found = draw(logits.to(DEVICE).repeat(len(rows), 1), params, 9)
+    assert found == draw(allowed.to(DEVICE), everything, 9)
+
+
+def threshold(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> float:
+    """The smallest logit that stays, by sorting."""
+    order = logits.double().sort(descending=True).values
+    smallest = max(
+        order[min(top_k or VOCAB, VOCAB) - 1], order[0] + temperature * torch.tensor(max(min_p, 1e-30)).log()
+    )
+    mass = ((order - order[0]) / temperature).exp() * (order >= smallest)
+    if top_p < 1:
+        smallest = max(smallest, order[int((mass.cumsum(0) < top_p * mass.sum()).sum())])
+    return float(smallest)
+
+
 def test_draws_follow_the_distribution() -> None:
     """Chi-square over 8 tokens with a bound that a right sampler exceeds once in a million; the seed is fixed."""
     logits = torch.full((1, VOCAB), -torch.inf, device=DEVICE)

@@ -15,10 +15,9 @@ EXCEPTIONS = {
     # Host side of one launch: its lines are the arguments of one kernel, in order, and what they are allocated as.
     "tokenspeed/kernels/triton/decode_attention.py:decode_attention": 63,
     "tokenspeed/kernels/triton/moe_route.py:route": 92,
-    "tokenspeed/kernels/triton/sampling.py:sample_rows": 67,
 }
 """Functions that are longer -> their lines, docstring included. The list only gets shorter, and its numbers smaller."""
-MOST_EXCEPTIONS = 3
+MOST_EXCEPTIONS = 2
 
 
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
