@@ -118,7 +118,7 @@ def requests(logprobs: bool, lengths: tuple[int, ...], max_tokens: int) -> list[
 SHORT = (1, 5, 16, 17, 33, 64, 65, 90)
 """Prompt lengths around page borders."""
 LONG = (600, 600)
-"""Whole prompts that a GPU attends to with torch's own attention, in a step of their own."""
+"""Whole prompts that a GPU attends to with torch's own attention when they have a step of their own."""
 
 
 @dataclass

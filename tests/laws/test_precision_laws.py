@@ -104,12 +104,13 @@ def truth(case: Case) -> Run:
 
 @pytest.fixture(scope="module")
 def plain(case: Case) -> Run:
-    """Eager, whole prompts, no cache, no overlap."""
+    """Eager, whole prompts, no cache, no overlap; long prompts alone."""
     with Engine(case.config()) as engine:
         short = engine.run(requests(True, SHORT, NUM_TOKENS))
-        long = engine.run(requests(True, LONG, NUM_TOKENS))
-    assert max(short.stats.step_tokens) == sum(SHORT) and max(long.stats.step_tokens) == sum(LONG)
-    return Run(short.texts | long.texts, long.stats)
+        long = [engine.run([request]) for request in requests(True, LONG, NUM_TOKENS)]
+    assert max(short.stats.step_tokens) == sum(SHORT)
+    assert [max(ran.stats.step_tokens) for ran in long] == list(LONG)
+    return Run({key: text for ran in (short, *long) for key, text in ran.texts.items()}, short.stats)
 
 
 def check(found: Nearness, bound: float) -> None:
