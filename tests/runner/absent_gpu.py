@@ -25,7 +25,7 @@ from tokenspeed.cache.spec import GroupSpec, group_layers
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.distributed.mesh import SINGLE
 from tokenspeed.kernels.registry import Need, select_ops
-from tokenspeed.kernels.triton.sampling import sample_rows
+from tokenspeed.kernels.triton.sampling import masked_rows, sample_rows
 from tokenspeed.models.registry import build_model
 from tokenspeed.moe.select import moe_need, select_moe
 from tokenspeed.protocol.step import Row, StepPlan
@@ -80,7 +80,7 @@ class AbsentGpu:
 
     def __init__(self, config: ModelConfig, max_num_seqs: int, max_model_len: int) -> None:
         self.launched: set[Variant] = set()
-        self._scratch_slot = max_num_seqs
+        self._scratch_slot, self._vocab_size = max_num_seqs, config.vocab_size
         config = msgspec.structs.replace(config, max_position=max_model_len)
         ops, _ = select_ops(Need(torch.device("cuda"), torch.bfloat16))
         self._ops = ops = replace(ops, device=CPU)
@@ -105,6 +105,8 @@ class AbsentGpu:
         parts = (self.model, self._backend, _Recorder(), self._state, self._sampling, self._scratch_slot, True)
         DecodeGraphs(*parts).capture(decode, True)
         PrefillGraphs(*parts).capture(prefill)
+        for dtype in (torch.float32, torch.bfloat16):  # `CudaModelRunner._warm_up_sampling`
+            self._redraw(torch.zeros(1, self._vocab_size, dtype=dtype))
 
     def run(self, plan: StepPlan) -> None:
         """As `CudaModelRunner` runs rows without a graph."""
@@ -120,6 +122,15 @@ class AbsentGpu:
         logits = self.model.logits(hidden)
         where = torch.zeros(len(last), dtype=torch.int32)
         sample_rows(logits, where, wanted, self._sampling, self._state.token_ids, True)
+        self._redraw(logits.bfloat16())
+
+    def _redraw(self, logits: torch.Tensor) -> None:
+        """Rows with a grammar, and rows whose logits are edited besides."""
+        count = len(logits)
+        words = torch.zeros(count, -(-self._vocab_size // 32), dtype=torch.int32)
+        slots, positions = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int64)
+        for edited in (masked_rows(logits, positions, words), logits.float()):
+            sample_rows(edited, slots, positions, self._sampling, self._state.token_ids, True)
 
     def rows(self, *lengths: int, start: int = 0) -> StepPlan:
         rows = [Row(slot, start, length, ([],) * len(self.groups), True, False) for slot, length in enumerate(lengths)]

@@ -238,7 +238,7 @@ def measured(cuda: FakeCuda, recorded: int | None, decode: int, prefill: int, re
 
 
 def test_measuring(monkeypatch):
-    """Each step by itself: graphs keep what the recorded one takes, not what the eager sampler does."""
+    """Each step by itself: graphs keep what the recorded one takes, not what edits of logits do."""
     cuda = FakeCuda(total=100 * GIB, others=GIB, weights=16 * GIB)
     monkeypatch.setattr(memory.torch, "cuda", cuda.face())
     pages = measured(cuda, recorded=GIB, decode=4 * GIB, prefill=3 * GIB)

@@ -10,7 +10,6 @@ from runner_support import engine_config, sum_runner, tiny_model
 
 from tokenspeed.protocol.sampling import MAX_LOGPROBS
 from tokenspeed.runner.prompt_logprobs import ROWS
-from tokenspeed.runner.slot_sampling import needs_eager_sampler
 from tokenspeed.runner.trial_steps import (
     NUM_PAGES,
     decode_step,
@@ -20,6 +19,7 @@ from tokenspeed.runner.trial_steps import (
     many_prompts_step,
     recorded_step,
 )
+from tokenspeed.sampling.penalties import has_penalties
 
 CONFIG = engine_config(tiny_model("LlamaForCausalLM"), device="cuda", capture_sizes=(1, 2, 4))
 EVERY_STEP = (recorded_step, decode_step, long_prompts_step, many_prompts_step)
@@ -71,13 +71,15 @@ def test_rows_ask_for_everything_but_those_of_a_graph():
     for plan in (many_prompts_step(CONFIG, 1), long_prompts_step(CONFIG, 1), decode_step(CONFIG, 1)):
         for admission in plan.admissions:
             wanted = admission.sampling
-            assert needs_eager_sampler(wanted, admission.banned_token_ids)
             assert wanted.logprobs == MAX_LOGPROBS and wanted.top_p < 1 and wanted.top_k > 1 and wanted.min_p > 0
             assert wanted.presence_penalty and wanted.frequency_penalty and wanted.repetition_penalty != 1
             assert wanted.logit_bias and wanted.min_tokens and admission.banned_token_ids
     recorded = recorded_step(CONFIG, 1)
     assert len(recorded.rows) == 4
-    assert not any(needs_eager_sampler(one.sampling, one.banned_token_ids) for one in recorded.admissions)
+    for admission in recorded.admissions:
+        wanted = admission.sampling
+        assert wanted.logprobs is None and not wanted.logit_bias and not admission.banned_token_ids
+        assert not has_penalties(wanted)
 
 
 def test_pages_are_those_of_a_pool_of_one():

@@ -13,7 +13,8 @@ import torch
 from tokenspeed.protocol.step import Row, RowResult, StepPlan, StepResult, TokenLogprobs
 from tokenspeed.runner.constraints import Fault
 from tokenspeed.runner.prompt_logprobs import PendingPrompt
-from tokenspeed.sampling.sampler import NAN_LOGITS, RowSample, SampledBatch
+from tokenspeed.sampling.logprobs import PendingLogprobs
+from tokenspeed.sampling.sampler import NAN_LOGITS
 
 
 @dataclass(slots=True)
@@ -21,14 +22,14 @@ class Sampled:
     """Tokens of some rows on their way to the host.
 
     Fields:
-        token_ids: pinned [n] int32, by the sampling kernels.
-        eager: of the rows that the eager sampler did instead: row -> row of `eager_batch`.
+        token_ids: pinned [n] int32; below 0: the logits were unusable.
+        logprobs: of the rows `logprob_rows`, which asked.
         errors: why a slot's sequence cannot go on, as its grammar sees it.
     """
 
     token_ids: torch.Tensor
-    eager: dict[int, int] = field(default_factory=dict)
-    eager_batch: SampledBatch | None = None
+    logprobs: PendingLogprobs | None = None
+    logprob_rows: tuple[int, ...] = ()
     errors: dict[int, Fault] = field(default_factory=dict)
 
 
@@ -86,18 +87,17 @@ class LaunchedStep:
     def _rows(self, rows: list[Row], sampled: Sampled, prompts: dict[int, list[TokenLogprobs]]) -> list[RowResult]:
         """Results of one group of rows."""
         token_ids = sampled.token_ids.tolist()
-        if not (sampled.eager or sampled.errors or prompts) and min(token_ids, default=0) >= 0:
+        if not (sampled.logprob_rows or sampled.errors or prompts) and min(token_ids, default=0) >= 0:
             return [RowResult(row.slot, [token_id]) for row, token_id in zip(rows, token_ids, strict=True)]
-        eager = self._eager(sampled)
+        logprobs = self._logprobs(sampled)
         results = []
         for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True)):
-            drawn = eager[sampled.eager[index]] if index in sampled.eager else _drawn(token_id)
-            fault = Fault(drawn.error) if drawn.error else sampled.errors.get(row.slot)
+            fault = Fault(NAN_LOGITS) if token_id < 0 else sampled.errors.get(row.slot)
             results.append(
                 RowResult(
                     slot=row.slot,
-                    token_ids=[] if fault else [drawn.token_id],
-                    logprobs=[drawn.logprobs] if drawn.logprobs and not fault else [],
+                    token_ids=[] if fault else [token_id],
+                    logprobs=[logprobs[index]] if index in logprobs and not fault else [],
                     prompt_logprobs=prompts.get(row.slot, []),
                     error=fault.error if fault else None,
                     error_code=fault.code if fault else None,
@@ -105,13 +105,8 @@ class LaunchedStep:
             )
         return results
 
-    def _eager(self, sampled: Sampled) -> list[RowSample]:
-        if sampled.eager_batch is None:
-            return []
+    def _logprobs(self, sampled: Sampled) -> dict[int, TokenLogprobs]:
+        if sampled.logprobs is None:
+            return {}
         with torch.inference_mode(), torch.cuda.stream(self._side):
-            return sampled.eager_batch.finish()
-
-
-def _drawn(token_id: int) -> RowSample:
-    """What a sampling kernel says of a row."""
-    return RowSample(0, error=NAN_LOGITS) if token_id < 0 else RowSample(token_id)
+            return dict(zip(sampled.logprob_rows, sampled.logprobs.finish(), strict=True))

@@ -185,7 +185,7 @@ def size_cuda_pool(trial: TrialSteps, groups: list[GroupSpec], config: EngineCon
     """Measure the current GPU and plan: pages of the KV pool.
 
     Call after the weights are loaded and before the pool is allocated. A grammar's masks are in no trial: a row that
-    has one is copied once, less than the eager sampler takes of it.
+    has one is copied once, less than bias and penalties take of it.
 
     Args:
         records_prompts: the prompt steps of `config.prefill_sizes` will be recorded.

@@ -72,6 +72,11 @@ class SlotGraphs(ABC):
         """The graph of a recorded size."""
         return self._graphs[size]
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Of the recorded graphs' output."""
+        return next(iter(self._graphs.values())).logits.dtype
+
     def _record_all(self, sizes: Sequence[int]) -> list[int]:
         """Record every size, the largest first, so that the shared memory pool is laid out once; the ladder, rising."""
         for size in sorted(sizes, reverse=True):

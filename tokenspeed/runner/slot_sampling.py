@@ -1,8 +1,4 @@
-"""Sampling parameters of every slot on the device, and which slots the decode graph cannot serve by itself.
-
-The graph draws by temperature, top_k, top_p, min_p and seed. What edits logits (penalties, bias, banned tokens) or
-reports them (logprobs) takes the eager sampler, after the graph, for those rows alone.
-"""
+"""Sampling parameters of every slot on the device, for the kernel that draws, and who wants log-probabilities."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import torch
 
 from tokenspeed.kernels.triton.sampling import SlotSampling
 from tokenspeed.kernels.upload import to_device
-from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission
 
 
@@ -26,7 +21,7 @@ class SlotParameters:
             top_k=torch.zeros(num_slots, dtype=torch.int32, device=device),
             seed=torch.zeros(num_slots, dtype=torch.int64, device=device),
         )
-        self._eager: set[int] = set()
+        self._num_logprobs: dict[int, int] = {}
 
     def admit(self, admission: Admission) -> None:
         """Take over a sequence's parameters; `seed` is set in every admission."""
@@ -41,25 +36,13 @@ class SlotParameters:
             target[slot : slot + 1] = values[column : column + 1]
         sampling.top_k[slot : slot + 1] = whole[:1]
         sampling.seed[slot : slot + 1] = whole[1:]
-        if needs_eager_sampler(wanted, admission.banned_token_ids):
-            self._eager.add(slot)
+        if wanted.logprobs is None:
+            self._num_logprobs.pop(slot, None)
         else:
-            self._eager.discard(slot)
+            self._num_logprobs[slot] = wanted.logprobs
 
-    def eager_rows(self, slots: list[int]) -> list[int]:
-        """Indices into `slots` whose rows the eager sampler must do."""
-        if not self._eager:
-            return []
-        return [row for row, slot in enumerate(slots) if slot in self._eager]
-
-
-def needs_eager_sampler(sampling: SamplingParams, banned_token_ids: tuple[int, ...]) -> bool:
-    """True when the request edits logits or asks for them."""
-    return (
-        sampling.logprobs is not None
-        or bool(sampling.logit_bias)
-        or sampling.presence_penalty != 0
-        or sampling.frequency_penalty != 0
-        or sampling.repetition_penalty != 1
-        or (sampling.min_tokens > 0 and bool(banned_token_ids))
-    )
+    def logprob_rows(self, slots: list[int]) -> dict[int, int]:
+        """Places in `slots` that want the log-probability of their token -> how many alternatives besides."""
+        if not self._num_logprobs:
+            return {}
+        return {row: self._num_logprobs[slot] for row, slot in enumerate(slots) if slot in self._num_logprobs}

@@ -52,7 +52,7 @@ def long_prompts_step(config: EngineConfig, num_groups: int) -> StepPlan:
 
 
 def decode_step(config: EngineConfig, num_groups: int) -> StepPlan:
-    """A step of as many rows as can come, by the eager sampler."""
+    """A step of as many rows as can come."""
     count = max(min(config.max_num_seqs, config.max_num_batched_tokens), *config.capture_sizes, 1)
     return _step([1] * count, 1, config.page_size, num_groups, EVERYTHING)
 

@@ -1,8 +1,8 @@
-"""From logits to a drawn token: temperature, top-k, min-p, top-p, inverse of the distribution function.
+"""From logits to a drawn token, on a CPU: temperature, top-k, min-p, top-p, inverse of the distribution function.
 
 Probabilities become integers, `floor(2**44 * exp((logit - max) / temperature))`. Integer sums do not depend on the
-order of addition, so a row's token is the same whatever batch, thread count or device it is computed in. The error is
-at most vocabulary * 2**-44 of the best token's probability, about 1e-8.
+order of addition, so a row's token is the same whatever batch or thread count it is computed with. The error is at most
+vocabulary * 2**-44 of the best token's probability, about 1e-8.
 
 Filters keep ties: every token as likely as the last one that fits stays. So what is kept depends on values alone, not
 on the order in which a sort leaves equal ones, and no filter needs more than a threshold.
@@ -26,9 +26,6 @@ WEIGHT_BITS = 44
 
 MAX_VOCAB = (1 << (63 - WEIGHT_BITS)) - 1
 """Half a million: the sum of so many weights still fits int64."""
-
-_NUCLEUS_GUESS = 1024
-"""Size of the partial sort tried before a full one; a language model's nucleus is usually smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +90,7 @@ def _keep_top_k(logits: Tensor, weights: Tensor, rows: list[int], ks: list[int])
     """Zero the weights of tokens below each row's k-th best logit."""
     index = _row_index(rows, logits)
     chosen = _select(logits, index)
-    kth = kth_host(chosen, ks) if logits.device.type == "cpu" else kth_device(chosen, ks)
+    kth = kth_largest(chosen, ks)
     if index is None:
         weights.masked_fill_(logits < kth, 0)
     else:
@@ -107,14 +104,14 @@ def _keep_top_p(weights: Tensor, rows: list[int], top_p: list[float]) -> None:
     share = to_device(top_p, torch.float64, weights.device)
     total = chosen.sum(-1)
     need = torch.minimum((share * total).ceil().long().clamp_(min=1), total)
-    least = nucleus_host(chosen, need) if weights.device.type == "cpu" else nucleus_device(chosen, need)
+    least = nucleus(chosen, need)
     if index is None:
         weights.masked_fill_(weights < least, 0)
     else:
         weights[index] = chosen.masked_fill_(chosen < least, 0)
 
 
-def kth_host(values: Tensor, ks: list[int]) -> Tensor:
+def kth_largest(values: Tensor, ks: list[int]) -> Tensor:
     """The k-th largest entry of each row of [M, V], as [M, 1]. NumPy's vectorised selection takes 40 us for 49152
     entries whatever k is, torch's topk 200 us for k = 1024."""
     size = values.shape[-1]
@@ -122,12 +119,7 @@ def kth_host(values: Tensor, ks: list[int]) -> Tensor:
     return torch.from_numpy(np.array(kth))
 
 
-def kth_device(values: Tensor, ks: list[int]) -> Tensor:
-    """The same on a GPU."""
-    return values.topk(max(ks), dim=-1).values.gather(-1, to_device([[k - 1] for k in ks], torch.int64, values.device))
-
-
-def nucleus_host(weights: Tensor, need: Tensor) -> Tensor:
+def nucleus(weights: Tensor, need: Tensor) -> Tensor:
     """The least weight inside each row's nucleus: the largest weights of [M, V] down to it sum to `need` [M] or more.
 
     Weights up to (total - need) / V are outside: all of them together are at most total - need, so the others reach
@@ -139,21 +131,6 @@ def nucleus_host(weights: Tensor, need: Tensor) -> Tensor:
         heavy = np.sort(heavy)[::-1]
         least.append([heavy[np.searchsorted(heavy.cumsum(), wanted)] if heavy.size else 0])
     return torch.tensor(least, dtype=torch.int64)
-
-
-def nucleus_device(weights: Tensor, need: Tensor) -> Tensor:
-    """The same on a GPU: a partial sort, then a full one for the rows where it was too short (asking that waits)."""
-    vocab_size = weights.shape[-1]
-    best = weights.topk(min(_NUCLEUS_GUESS, vocab_size), dim=-1).values
-    sums = best.cumsum(-1)
-    last = torch.searchsorted(sums, need[:, None]).clamp_(max=best.shape[-1] - 1)
-    least = best.gather(-1, last)
-    short = torch.nonzero(sums[:, -1] < need).squeeze(-1)
-    if len(short):
-        best = weights[short].sort(dim=-1, descending=True).values
-        last = torch.searchsorted(best.cumsum(-1), need[short, None]).clamp_(max=vocab_size - 1)
-        least[short] = best.gather(-1, last)
-    return least
 
 
 def _row_index(rows: list[int], like: Tensor) -> Tensor | None:

@@ -24,6 +24,13 @@ class TokenMasks:
     rows: list[int]
     words: NDArray[np.int32]
 
+    def part(self, rows: slice) -> TokenMasks | None:
+        """Of some rows of the batch, counted from the first of them; None where none of those is constrained."""
+        mine = [place for place, row in enumerate(self.rows) if rows.start <= row < rows.stop]
+        if not mine:
+            return None
+        return TokenMasks([self.rows[place] - rows.start for place in mine], self.words[mine])
+
     def apply(self, logits: Tensor) -> None:
         """Set what is not allowed to -inf in `logits` [N, V] float32, in place."""
         forbidden = self._forbidden(logits.shape[-1], logits.device)

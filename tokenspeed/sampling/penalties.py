@@ -55,11 +55,11 @@ class PenaltyCounts:
         if not self._free:
             self._grow()
         row = self._row_of[slot] = self._free.pop()
-        vocab_size = self._output.shape[-1]
+        # Not bincount, nor an index of Python values: those wait for a GPU.
         output = to_device(output_ids, torch.int64, self._device)
-        self._output[row] = torch.bincount(output, minlength=vocab_size)
-        self._in_prompt[row] = False
-        self._in_prompt[row, to_device(prompt_ids, torch.int64, self._device)] = True
+        self._output[row].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        prompt = to_device(prompt_ids, torch.int64, self._device)
+        self._in_prompt[row].zero_().scatter_(0, prompt, torch.ones_like(prompt, dtype=torch.bool))
 
     def apply(self, logits: Tensor, rows: list[int], slots: list[int], params: list[SamplingParams]) -> None:
         """Change `logits` [N, V] in place at `rows`, which belong to `slots` (admitted here)."""
@@ -82,9 +82,9 @@ class PenaltyCounts:
         return values
 
     def count(self, slots: list[int], token_ids: Tensor) -> None:
-        """Add one sampled token a slot; `token_ids` [len(slots)] on the device."""
-        ones = torch.ones(len(slots), dtype=torch.int32, device=self._device)
-        self._output.index_put_((self._pool_rows(slots), token_ids), ones, accumulate=True)
+        """Add one sampled token a slot; `token_ids` [len(slots)] int64 on the device."""
+        places = self._pool_rows(slots) * self._output.shape[-1] + token_ids
+        self._output.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
 
     def _pool_rows(self, slots: list[int]) -> Tensor:
         return to_device([self._row_of[slot] for slot in slots], torch.int64, self._device)

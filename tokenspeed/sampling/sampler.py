@@ -1,13 +1,11 @@
-"""Logits to tokens for one step, and the sampling state of every slot.
+"""Logits to tokens for one step on a CPU, and the sampling state of every slot. (A GPU draws by a kernel:
+`kernels.triton.sampling`, with other random numbers.)
 
-Order, as in vLLM: logit_bias, then the masks of grammars, then banned ids (min_tokens), then penalties; greedy rows
-take the best; the others apply temperature, top_k, min_p, top_p and draw. A ban that would leave a constrained row
-nothing to sample is lifted: a finished grammar allows only the end. Log-probabilities are of the model's own logits,
-before all of that.
+Order, as in vLLM: `edits`, then greedy rows take the best; the others apply temperature, top_k, min_p, top_p and draw.
+Log-probabilities are of the model's own logits, before all of that.
 
 A row depends on its own logits, parameters, seed and position only, never on the rest of the batch. What may be added:
-further edits of logits. What may not: decisions about requests, or anything that waits for the host inside `sample`
-on the greedy path.
+further edits of logits. What may not: decisions about requests.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from torch import Tensor
 from tokenspeed.kernels.upload import to_device
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, TokenLogprobs
+from tokenspeed.sampling.edits import LogitEdits
 from tokenspeed.sampling.filters import MAX_VOCAB, DrawParams, draw
 from tokenspeed.sampling.logprobs import PendingLogprobs, gather_logprobs
 from tokenspeed.sampling.masks import TokenMasks
-from tokenspeed.sampling.penalties import PenaltyCounts, has_penalties
 from tokenspeed.sampling.uniform import uniform
 
 NAN_LOGITS = "NaN logits"
@@ -68,16 +66,11 @@ class SampledBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """What a slot's sequence wants. `bias_ids`, `bias` and `banned` are on the device, None where there are none."""
+    """What a slot's sequence wants."""
 
     sampling: SamplingParams
     seed: int
-    prompt_len: int
     is_greedy: bool
-    has_penalties: bool
-    bias_ids: Tensor | None
-    bias: Tensor | None
-    banned: Tensor | None
 
 
 class Sampler:
@@ -93,39 +86,17 @@ class Sampler:
             raise ValueError(
                 f"the sampler's integer sums hold up to {MAX_VOCAB} tokens, the vocabulary has {vocab_size}"
             )
-        self._vocab_size = vocab_size
         self._device = device
         self._slots: list[_Slot | None] = [None] * max_num_seqs
-        with torch.inference_mode():
-            self._counts = PenaltyCounts(vocab_size, device)
+        self._edits = LogitEdits(vocab_size, device)
 
-    @torch.inference_mode()
     def admit(self, admission: Admission) -> None:
-        """A sequence enters a slot; whatever the slot held is forgotten. Token ids beyond the vocabulary in logit_bias
-        or banned ids name no logit and have no effect."""
+        """A sequence enters a slot; whatever the slot held is forgotten."""
         sampling = admission.sampling
         if sampling.seed is None:
             raise ValueError(f"request {admission.request_id} was admitted without a seed")
-        bias = {token_id: value for token_id, value in sampling.logit_bias.items() if token_id < self._vocab_size}
-        banned = [token_id for token_id in admission.banned_token_ids if 0 <= token_id < self._vocab_size]
-        if not sampling.min_tokens:
-            banned = []
-        penalised = has_penalties(sampling)
-        self._slots[admission.slot] = _Slot(
-            sampling=sampling,
-            seed=sampling.seed,
-            prompt_len=admission.prompt_len,
-            is_greedy=sampling.is_greedy,
-            has_penalties=penalised,
-            bias_ids=to_device(list(bias), torch.int64, self._device) if bias else None,
-            bias=to_device(list(bias.values()), torch.float32, self._device) if bias else None,
-            banned=to_device(banned, torch.int64, self._device) if banned else None,
-        )
-        if penalised:
-            tokens, prompt_len = admission.token_ids, admission.prompt_len
-            self._counts.admit(admission.slot, tokens[:prompt_len], tokens[prompt_len:])
-        else:
-            self._counts.release(admission.slot)
+        self._slots[admission.slot] = _Slot(sampling, sampling.seed, sampling.is_greedy)
+        self._edits.admit(admission)
 
     @torch.inference_mode()
     def sample(
@@ -142,8 +113,10 @@ class Sampler:
         states = [self._state(slot) for slot in slots]
         best, token_ids = logits.max(dim=-1)  # NaN wins a maximum, so `best` also tells which rows have failed
         failed = ~best.isfinite()
-        work = self._edited(logits, states, slots, positions, masks)
-        if work is not logits:
+        work = logits
+        if masks is not None or self._edits.rows(slots, positions):
+            work = logits.clone()
+            self._edits.apply(work, slots, positions, masks)
             token_ids = work.max(dim=-1).indices
         random = [row for row, state in enumerate(states) if not state.is_greedy]
         if random:
@@ -154,10 +127,7 @@ class Sampler:
                 index = to_device(random, torch.int64, self._device)
                 token_ids[index] = draw(work[index], params)
         token_ids.masked_fill_(failed, 0)
-        counted = [row for row, state in enumerate(states) if state.has_penalties]
-        if counted:
-            index = to_device(counted, torch.int64, self._device)
-            self._counts.count([slots[row] for row in counted], token_ids[index])
+        self._edits.count(slots, token_ids)
         asked = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
         return SampledBatch(token_ids, failed, self._logprobs(logits, token_ids, asked, states), tuple(asked))
 
@@ -166,40 +136,6 @@ class Sampler:
         if state is None:
             raise ValueError(f"slot {slot} was never admitted")
         return state
-
-    def _edited(
-        self, logits: Tensor, states: list[_Slot], slots: list[int], positions: list[int], masks: TokenMasks | None
-    ) -> Tensor:
-        """Logits after bias, masks, bans and penalties: a copy if there are any, else the same tensor."""
-        banning = [
-            row
-            for row, state in enumerate(states)
-            if state.banned is not None and positions[row] - state.prompt_len < state.sampling.min_tokens
-        ]
-        biased = [row for row, state in enumerate(states) if state.bias_ids is not None]
-        penalised = [row for row, state in enumerate(states) if state.has_penalties]
-        if not (banning or biased or penalised or masks):
-            return logits
-        work = logits.clone()
-        for row in biased:
-            state = states[row]
-            assert state.bias_ids is not None and state.bias is not None
-            work[row].index_add_(0, state.bias_ids, state.bias)
-        if masks is not None:
-            masks.apply(work)
-        constrained = set(masks.rows) if masks is not None else set()
-        for row in banning:
-            banned = states[row].banned
-            assert banned is not None
-            if row in constrained:
-                without = work[row].index_fill(0, banned, -torch.inf)
-                work[row] = torch.where(without.isfinite().any(), without, work[row])
-            else:
-                work[row].index_fill_(0, banned, -torch.inf)
-        if penalised:
-            params = [states[row].sampling for row in penalised]
-            self._counts.apply(work, penalised, [slots[row] for row in penalised], params)
-        return work
 
     def _logprobs(
         self, logits: Tensor, token_ids: Tensor, rows: list[int], states: list[_Slot]
