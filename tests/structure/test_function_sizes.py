@@ -13,11 +13,10 @@ KERNEL_DECORATORS = ("jit", "heuristics", "autotune")
 
 EXCEPTIONS = {
     # Host side of one launch: its lines are the arguments of one kernel, in order, and what they are allocated as.
-    "tokenspeed/kernels/triton/decode_attention.py:decode_attention": 63,
     "tokenspeed/kernels/triton/moe_route.py:route": 92,
 }
 """Functions that are longer -> their lines, docstring included. The list only gets shorter, and its numbers smaller."""
-MOST_EXCEPTIONS = 2
+MOST_EXCEPTIONS = 1
 
 
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -57,10 +56,11 @@ def test_no_function_is_too_long():
     assert not too_long, f"split these, they do two things: {too_long}"
 
 
-def test_exceptions_are_few_and_exist():
+def test_exceptions_are_still_needed():
     assert len(EXCEPTIONS) <= MOST_EXCEPTIONS, "split the function instead"
-    gone = EXCEPTIONS.keys() - all_lengths().keys()
-    assert not gone, f"take them off the list: {gone}"
+    found = all_lengths()
+    kept = [name for name in EXCEPTIONS if found.get(name, 0) <= LIMIT_LINES]
+    assert not kept, f"gone or short enough, take them off the list: {kept}"
 
 
 def test_a_long_function_would_be_seen():
