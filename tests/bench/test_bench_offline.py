@@ -18,6 +18,7 @@ from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.quantization import QuantizationConfig
 from tokenspeed.engine.llm import configure
 from tokenspeed.protocol.errors import ConfigError
+from tokenspeed.protocol.sampling import SamplingParams
 
 
 def error_of(*argv: str) -> str:
@@ -54,6 +55,12 @@ def test_defaults():
     assert own.prefill_shapes(2048) == ((1, 1024), (16, 1024))
     assert parse_offline(["--prefill", "none"])[0].prefill_shapes(40960) == ()
     assert parse_offline(["some/model"])[1].model == "some/model"
+    assert own.sampling.is_greedy
+
+
+def test_sampling_is_every_requests():
+    own, _, _ = parse_offline(["--temperature", "0.6", "--top-k", "20", "--top-p", "0.95"])
+    assert own.sampling == SamplingParams(temperature=0.6, top_k=20, top_p=0.95, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +70,9 @@ def test_defaults():
         (["--batch", "x"], "--batch"),
         (["--prefill", "1024"], "--prefill"),
         (["--repeats", "0"], "--repeats is 0"),
+        (["--temperature", "2.5"], "--temperature is 2.5"),
+        (["--top-k", "20"], "no effect on greedy decoding"),
+        (["--temperature", "0.6", "--top-p", "0"], "--top-p is 0"),
         (["--port", "1"], "--port concerns only the server"),
         (["--max-queue-len", "3"], "--max-queue-len concerns only the server"),
         (["--enable-prefix-caching"], "would hide work"),
@@ -334,7 +344,8 @@ def test_a_run_ends_in_one_line_of_json(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(device, "CPU_READ_BYTES", 2**20)
     monkeypatch.setattr(device, "CPU_MATMUL_SIZE", 64)
     argv = ["--model-config", str(write_config(tmp_path)), "--load-format", "dummy", "--prompt-len", "16", "--batch",
-            "1,3", "--prefill", "1x64,2x32", "--repeats", "1", "--num-threads", "1"]  # fmt: skip
+            "1,3", "--prefill", "1x64,2x32", "--repeats", "1", "--num-threads", "1", "--temperature", "0.6",
+            "--top-k", "20", "--top-p", "0.95"]  # fmt: skip
     assert offline.run(argv) == 0
     *shown, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
@@ -346,7 +357,8 @@ def test_a_run_ends_in_one_line_of_json(tmp_path, capsys, monkeypatch):
         assert row["of_bound"] == pytest.approx(row["bound_ms"] / row["tpot_ms"])
         assert row["kv_bytes"] == row["batch"] * (16 + 88) * 512
     assert found["expert_bytes"] == 0
+    assert (found["temperature"], found["top_k"], found["top_p"]) == (0.6, 20, 0.95)
     assert (found["benchmark"], found["load_format"], found["num_threads"]) == ("offline", "dummy", 1)
     assert 0 < found["engine_start_s"] < found["process_to_ready_s"]
-    assert any("decode, prompts of 16 tokens" in line for line in shown)
+    assert any("decode, prompts of 16 tokens, temperature 0.6, top_k 20, top_p 0.95" in line for line in shown)
     assert any(line.startswith("start to ready:") for line in shown)

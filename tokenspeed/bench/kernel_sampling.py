@@ -1,7 +1,7 @@
 """Cases of drawing one token a row for `kernel_cases`: greedy, and with the filters of most chats.
 
-No operation of the registry: a GPU's steps draw by `kernels.triton.sampling`, a CPU's and the rows that need more of a
-GPU's by the torch functions of `sampling.filters`. So both are named as implementations here.
+No operation of the registry: a GPU's steps draw by `kernels.triton.sampling`, a CPU's by the functions of
+`sampling.filters`. So both are named as implementations here.
 """
 
 from __future__ import annotations
@@ -101,7 +101,11 @@ def _why_not_triton(need: Need) -> str | None:
     return None if find_spec("triton") else "the package triton is not installed"
 
 
+def _why_not_torch(need: Need) -> str | None:
+    return None if need.device.type == "cpu" else f"it works in a CPU's memory, the device is {need.device.type}"
+
+
 SAMPLERS = (
     Implementation(SAMPLING, "triton", 50, _why_not_triton, _make_triton),
-    Implementation(SAMPLING, "torch", 100, lambda need: None, lambda need: _torch),
+    Implementation(SAMPLING, "torch", 100, _why_not_torch, lambda need: _torch),
 )

@@ -2,7 +2,7 @@
 
 Decode: TPOT = (time for 152 output tokens - time for 24) / 128 of equal random prompts submitted at once, so that
 prefill and the end of the run cancel out; the median over repeats. Prefill: prompts / time of whole prompts with one
-output token. Greedy, end-of-sequence ignored, prefix cache off, one unmeasured run first.
+output token. Greedy unless asked otherwise, end-of-sequence ignored, prefix cache off, one unmeasured run first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
     with startup_phase("model.config", rank=RANK, role=ROLE):
         config, args = _configuration(own, wishes, given)
     prefill = args.prefill or ()
-    engine = OfflineEngine(config)
+    engine = OfflineEngine(config, args.sampling)
     try:
         process_s = time.time() - psutil.Process().create_time()
         _check_room(args, prefill, config, engine.ready.kv_capacity_tokens)
@@ -76,6 +76,9 @@ def run(argv: Sequence[str]) -> int:
         num_threads=config.num_threads if config.device == "cpu" else None,
         prompt_len=args.prompt_len,
         repeats=args.repeats,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
         max_num_batched_tokens=config.max_num_batched_tokens,
         weight_bytes=cost.weight_bytes,
         expert_bytes=cost.total_bytes - cost.weight_bytes,

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tokenspeed.bench.arguments import counts, integer, parse_known, shapes
+from tokenspeed.bench.arguments import counts, integer, number, parse_known, shapes
 from tokenspeed.config.args import FLAGS, EngineArgs, parse_args
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.flags import check, declared_flags, flag, parse_flags
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.config.server_args import API, LOGS
 from tokenspeed.protocol.errors import ConfigError
+from tokenspeed.protocol.sampling import SamplingParams
 
 PROG = "tokenspeed bench offline"
 SHORT_LEN, LONG_LEN = 24, 152
@@ -28,6 +29,7 @@ _ABOUT = (
     "Engine flags of `tokenspeed serve` may follow."
 )
 _SHAPES = "Shapes"
+_SAMPLING = "Sampling"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +74,28 @@ class OfflineArgs:
         3, "--repeats", _SHAPES, "Measured runs of each shape; medians are shown.", parse=integer, metavar="N",
         at_least=1, at_most=1000,
     )  # fmt: skip
+    temperature: float = flag(
+        0.0, "--temperature", _SAMPLING, "Of every request; 0 is greedy.", parse=number, metavar="T", at_least=0,
+        at_most=2,
+    )  # fmt: skip
+    top_k: int = flag(
+        0, "--top-k", _SAMPLING, "Sample among so many tokens; 0 among all.", parse=integer, metavar="K", at_least=0
+    )  # fmt: skip
+    top_p: float = flag(
+        1.0, "--top-p", _SAMPLING, "Sample among the tokens that hold this share.", parse=number, metavar="P",
+        at_least=1e-6, at_most=1,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for declared in declared_flags(OfflineArgs):
             check(declared, getattr(self, declared.field_name))
+        if self.temperature == 0 and (self.top_k or self.top_p < 1):
+            raise ConfigError("--top-k and --top-p have no effect on greedy decoding; give a --temperature above 0")
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Of every request; lengths are still to be set."""
+        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, ignore_eos=True)
 
     def prefill_shapes(self, max_position: int) -> tuple[tuple[int, int], ...]:
         """The asked shapes, or of the default ones those that the model's context holds."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.engine.launch import EngineThread, describe_exit, wait_ready
 from tokenspeed.protocol.errors import EngineDead
@@ -14,10 +16,14 @@ from tokenspeed.protocol.messages import AddRequest, Command, EngineStats, Fatal
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.runner.build import build_runner
 
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
 
 class OfflineEngine:
     """Started on construction.
 
+    Args:
+        sampling: of every request, whatever its length.
     Fields:
         ready: what the engine said of itself.
         start_s: seconds from the beginning of its construction until it was ready.
@@ -26,15 +32,16 @@ class OfflineEngine:
         ConfigError, CheckpointError, EngineDead: it could not start.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, sampling: SamplingParams = GREEDY) -> None:
         started = time.perf_counter()
+        self._sampling = sampling
         self._engine = EngineThread(config, build_runner)
         self.ready = wait_ready(self._engine)
         self.start_s = time.perf_counter() - started
         self._num_requests = 0
 
     def run(self, prompts: list[list[int]], output_len: int) -> float:
-        """Generate exactly `output_len` tokens after each prompt, greedily, all submitted at once.
+        """Generate exactly `output_len` tokens after each prompt, all submitted at once.
 
         Returns:
             Seconds from the first submission until the last request has ended.
@@ -42,7 +49,7 @@ class OfflineEngine:
         Raises:
             EngineDead: the engine failed, or a request ended in another way than by its length.
         """
-        sampling = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
+        sampling = msgspec.structs.replace(self._sampling, max_tokens=output_len)
         requests = [
             AddRequest(request_id=f"bench-{self._num_requests + place}", prompt_token_ids=prompt, sampling=sampling)
             for place, prompt in enumerate(prompts)

@@ -65,6 +65,9 @@ class OfflineReport:
     num_threads: int | None
     prompt_len: int
     repeats: int
+    temperature: float
+    top_k: int
+    top_p: float
     max_num_batched_tokens: int
     weight_bytes: int
     expert_bytes: int
@@ -103,7 +106,8 @@ def show(report: OfflineReport) -> None:
 
 
 def _decode_table(report: OfflineReport) -> Table:
-    table = Table(title=f"decode, prompts of {report.prompt_len} tokens")
+    drawn = f", temperature {report.temperature:g}, top_k {report.top_k}, top_p {report.top_p:g}"
+    table = Table(title=f"decode, prompts of {report.prompt_len} tokens" + (drawn if report.temperature else ""))
     for column in ("batch", "TPOT ms", "tok/s", "bound ms", "of bound", "KV GB", "bound with KV ms", "of it"):
         table.add_column(column, justify="right")
     for row in report.decode:
