@@ -235,7 +235,13 @@ def test_a_config_without_weights_needs_dummy():
     assert engine(EngineArgs(load_format="dummy")).load_format == "dummy"
 
 
-@pytest.mark.parametrize("name", ["enable_mixed_batch", "disable_kvstore"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "enable_mixed_batch", "disable_kvstore", "enable_output_logprobs", "enable_nan_detection",
+        "enable_cache_report", "stream_output",
+    ],
+)  # fmt: skip
 def test_flags_without_effect_are_said(name):
     spelled = "--" + name.replace("_", "-")
     assert spelled not in {choice.name for choice in engine().choices}
@@ -312,7 +318,8 @@ def test_no_wish_is_ignored():
         "stream_interval": 2, "chat_template": "{{ x }}", "drain_timeout": 1.0, "log_level": "error",
         "enable_log_requests": True, "enable_metrics": False, "skip_tokenizer_init": True, "decode_log_interval": 5,
         "kv_cache_dtype": "fp8", "reasoning_parser": "qwen3", "tool_call_parser": "qwen",
-        "enable_auto_tool_choice": True,
+        "enable_auto_tool_choice": True, "enable_output_logprobs": True, "enable_nan_detection": True,
+        "enable_cache_report": True, "stream_output": True,
         "grammar_backend": "none", "grammar_compile_timeout_secs": 1.0, "disable_any_whitespace": True,
     }  # fmt: skip
     assert set(other) | acts_elsewhere == {field.name for field in dataclasses.fields(EngineArgs)}

@@ -253,6 +253,39 @@ class EngineArgs(DeviceArgs):
         kind="on",
         default_text="always off",
     )
+    enable_output_logprobs: bool = flag(
+        False,
+        "--enable-output-logprobs",
+        API,
+        "Log-probabilities of output tokens for requests that ask. Always the case here; accepted so that commands carry "
+        "over.",
+        kind="on",
+        default_text="always on",
+    )
+    enable_nan_detection: bool = flag(
+        False,
+        "--enable-nan-detection",
+        API,
+        "NaN logits end only the request that has them. Always the case here; accepted so that commands carry over.",
+        kind="on",
+        default_text="always on",
+    )
+    enable_cache_report: bool = flag(
+        False,
+        "--enable-cache-report",
+        API,
+        "Cached prompt tokens in `usage`. Always the case here; accepted so that commands carry over.",
+        kind="on",
+        default_text="always on",
+    )
+    stream_output: bool = flag(
+        False,
+        "--stream-output",
+        API,
+        "Streams send disjoint pieces. Always the case here; accepted so that commands carry over.",
+        kind="on",
+        default_text="always on",
+    )
     schedule_policy: str = flag(
         "fifo",
         "--schedule-policy",

@@ -182,10 +182,6 @@ _MEMORY = (
     *_all("use --max-model-len", ("--context-length", "context length in another server's spelling")),
     *_all("use --max-num-seqs", ("--max-running-requests", "running requests in another server's spelling")),
     *_all(
-        "streamed events always carry disjoint pieces of text; leave the flag out",
-        ("--stream-output", "disjoint stream segments"),
-    ),
-    *_all(
         "logit processors from a request would run foreign code; use logit_bias",
         ("--enable-custom-logit-processor", "logit processors sent by clients"),
     ),
@@ -320,17 +316,11 @@ _LOGS = (
     ),
     *_all(
         "cached prompt tokens are always reported in `usage`; leave the flag out",
-        ("--enable-cache-report", "cached tokens in usage"),
         ("--enable-prompt-tokens-details", "cached tokens in usage, in vLLM's spelling"),
     ),
     *_all(
         "logprobs are always available; leave the flag out",
-        ("--enable-output-logprobs", "logprobs of output tokens"),
         ("--max-logprobs", "limit of top_logprobs (20 here)"),
-    ),
-    *_all(
-        "NaN logits always end only the request that has them; leave the flag out",
-        ("--enable-nan-detection", "abort of requests with NaN logits"),
     ),
     *_all("profiler ranges are not built yet; leave the flag out", ("--enable-nvtx", "profiler ranges")),
     *_all(

@@ -358,16 +358,21 @@ def _seed(args: EngineArgs, drawn_seed: int, choices: list[Choice]) -> int:
     return drawn_seed
 
 
+_ALWAYS = {
+    "enable_mixed_batch": ("--enable-mixed-batch", "on", "prompt and decode tokens always share steps here"),
+    "enable_auto_tool_choice": ("--enable-auto-tool-choice", "on", "without tool_choice the model always decides here"),
+    "disable_kvstore": ("--disable-kvstore", "off", "there is no host KV store in this version"),
+    "enable_output_logprobs": ("--enable-output-logprobs", "on", "whoever asks for log-probabilities gets them here"),
+    "enable_nan_detection": ("--enable-nan-detection", "on", "NaN logits always end only their own request here"),
+    "enable_cache_report": ("--enable-cache-report", "on", "usage always tells cached prompt tokens here"),
+    "stream_output": ("--stream-output", "on", "streams always send disjoint pieces here"),
+}
+"""By field: what a flag says that asks for the only way there is."""
+
+
 def _without_effect(args: EngineArgs) -> list[Choice]:
     """Flags that ask for what is the case anyway: said, not swallowed."""
-    said: list[Choice] = []
-    if args.enable_mixed_batch:
-        said.append(Choice("--enable-mixed-batch", "on", "prompt and decode tokens always share steps here"))
-    if args.enable_auto_tool_choice:
-        said.append(Choice("--enable-auto-tool-choice", "on", "without tool_choice the model always decides here"))
-    if args.disable_kvstore:
-        said.append(Choice("--disable-kvstore", "off", "there is no host KV store in this version"))
-    return said
+    return [Choice(*choice) for field, choice in _ALWAYS.items() if getattr(args, field)]
 
 
 def _server(args: EngineArgs, checkpoint: Checkpoint) -> ServerConfig:
