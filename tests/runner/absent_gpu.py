@@ -105,7 +105,7 @@ class AbsentGpu:
         parts = (self.model, self._backend, _Recorder(), self._state, self._sampling, self._scratch_slot, True)
         DecodeGraphs(*parts).capture(decode, True)
         PrefillGraphs(*parts).capture(prefill)
-        for dtype in (torch.float32, torch.bfloat16):  # `CudaModelRunner._warm_up_sampling`
+        for dtype in (torch.float32, torch.bfloat16):  # as `Drawing.warm_up`
             self._redraw(torch.zeros(1, self._vocab_size, dtype=dtype))
 
     def run(self, plan: StepPlan) -> None:

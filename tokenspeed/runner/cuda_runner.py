@@ -20,16 +20,13 @@ from numpy.typing import NDArray
 from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.kernels.triton.registered import has_pdl
-from tokenspeed.kernels.triton.sampling import masked_rows, sample_rows
-from tokenspeed.kernels.upload import send, to_device
+from tokenspeed.kernels.upload import to_device
 from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.messages import ProfileOptions
-from tokenspeed.protocol.sampling import SamplingParams
-from tokenspeed.protocol.step import Admission, Row, StepPlan, StepResult
-from tokenspeed.runner.constraints import Constraints
+from tokenspeed.protocol.step import Row, StepPlan, StepResult
 from tokenspeed.runner.decode_graphs import DecodeGraphs
 from tokenspeed.runner.device_state import DeviceState
-from tokenspeed.runner.grammar_rows import GrammarRows
+from tokenspeed.runner.drawing import Drawing
 from tokenspeed.runner.interface import Pending
 from tokenspeed.runner.launched_step import LaunchedStep, Sampled
 from tokenspeed.runner.loaded import LoadedModel
@@ -39,12 +36,6 @@ from tokenspeed.runner.model_runner import Limits
 from tokenspeed.runner.prefill_graphs import PrefillGraphs
 from tokenspeed.runner.profiler import StepProfiler
 from tokenspeed.runner.prompt_logprobs import PendingPrompt, PromptLogprobs
-from tokenspeed.runner.slot_sampling import SlotParameters
-from tokenspeed.runner.trial_steps import EVERYTHING
-from tokenspeed.runner.warm_up import GREEDY
-from tokenspeed.sampling.chunks import row_chunks
-from tokenspeed.sampling.edits import LogitEdits
-from tokenspeed.sampling.logprobs import PendingLogprobs, gather_logprobs
 
 NUM_STAGING = 2  # steps that may be in flight
 
@@ -138,7 +129,7 @@ class CudaModelRunner:
         graphs: GraphPlan,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        model, backend, ops, vocab_size = loaded.model, loaded.backend, loaded.ops, limits.vocab_size
+        model, backend, ops = loaded.model, loaded.backend, loaded.ops
         self._model = model
         self._backend = backend
         self.groups = groups
@@ -146,24 +137,20 @@ class CudaModelRunner:
         self._graph_plan = graphs
         self.grammars = grammars
         self._device = ops.device
-        num_slots = limits.max_num_seqs + 1
-        self._scratch_slot = limits.max_num_seqs  # of padding rows of graphs
-        self._vocab_size = vocab_size
+        num_slots = limits.max_num_seqs + 1  # the last is scratch: padding rows of graphs
         self._state = DeviceState(num_slots, limits.max_model_len, groups, ops.device)
-        self._parameters = SlotParameters(num_slots, ops.device)
-        self._edits = LogitEdits(vocab_size, ops.device)
         self._prompts = PromptLogprobs(model, self._state.token_ids)
-        self._grammar_rows = GrammarRows(Constraints(grammars, vocab_size), ops.device)
-        self._pdl = has_pdl(ops.device)
+        pdl = has_pdl(ops.device)
+        self._drawing = Drawing(self._state, limits.vocab_size, grammars, pdl)
         self._graphs: DecodeGraphs | None = None
         self._prefill: PrefillGraphs | None = None
         self._is_warm = False  # before that, prompts run eagerly: warm-up is for what no graph holds
         if ops.recorder is not None and backend.can_record:
-            parts = (model, backend, ops.recorder, self._state, self._parameters.sampling)
+            parts = (model, backend, ops.recorder, self._state, self._drawing.sampling)
             if graphs.sizes:
-                self._graphs = DecodeGraphs(*parts, limits.max_num_seqs, self._pdl)
+                self._graphs = DecodeGraphs(*parts, limits.max_num_seqs, pdl)
             if graphs.prefill_sizes:
-                self._prefill = PrefillGraphs(*parts, limits.max_num_seqs, self._pdl)
+                self._prefill = PrefillGraphs(*parts, limits.max_num_seqs, pdl)
         self._staging = [
             _Staging(
                 _pinned((2 + len(groups)) * num_slots),
@@ -210,31 +197,10 @@ class CudaModelRunner:
             with startup_phase("kernels.warm_up"):
                 for plan in self._graph_plan.warm_up:
                     self.execute(plan).result()
+                recorded = [graphs for graphs in (self._graphs, self._prefill) if graphs is not None]
+                self._drawing.warm_up({torch.float32, *(graphs.logits_dtype for graphs in recorded)})
         self._is_warm = True
         self._graph_plan.ready()
-
-    def _warm_up_sampling(self) -> None:
-        """What neither a recorded step nor one of the warm-up does: masks, edits and log-probabilities."""
-        kinds = {torch.float32} | {
-            graphs.logits_dtype for graphs in (self._graphs, self._prefill) if graphs is not None
-        }
-        slots, positions = [self._scratch_slot], [1]
-        self._parameters.admit(self._scratch_admission(EVERYTHING))
-        self._edits.admit(self._scratch_admission(EVERYTHING))
-        for dtype in kinds:
-            logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
-            words = torch.zeros(1, -(-self._vocab_size // 32), dtype=torch.int32, device=self._device)
-            masked_rows(logits, to_device([0], torch.int64, self._device), words)
-            token_ids = self._draw(logits, slots, positions)
-            self._redraw([0], slots, positions, token_ids, logits)
-            self._gather_logprobs({0: 1}, token_ids, logits).finish()
-        self._parameters.admit(self._scratch_admission(GREEDY))  # padding rows of graphs are greedy
-        self._edits.admit(self._scratch_admission(GREEDY))
-
-    def _scratch_admission(self, sampling: SamplingParams) -> Admission:
-        pages: tuple[list[int], ...] = ([],) * len(self.groups)
-        slot = self._scratch_slot
-        return Admission(slot, "warm-up", slot, [0], 1, pages, sampling, banned_token_ids=(0,))
 
     def _record(self) -> None:
         plan = self._graph_plan
@@ -252,6 +218,7 @@ class CudaModelRunner:
                 f"prefill graphs: {len(plan.prefill_sizes)} sizes up to {max(plan.prefill_sizes)} tokens of at most "
                 f"{PREFILL_GRAPH_REQUESTS} requests"
             )
+        self.report.append("sampling: triton")
 
     def close(self) -> None:
         self._profiler.close()
@@ -266,10 +233,8 @@ class CudaModelRunner:
     def _launch(self, plan: StepPlan, staging: _Staging) -> LaunchedStep:
         for admission in plan.admissions:
             self._state.admit(admission)
-            self._edits.admit(admission)
-            self._parameters.admit(admission)
+            self._drawing.admit(admission)
             self._prompts.admit(admission)
-            self._grammar_rows.admit(admission)
         num_decodes = plan.num_decodes
         decodes, others = plan.rows[:num_decodes], plan.rows[num_decodes:]
         parts: list[tuple[list[Row], Sampled]] = []
@@ -300,7 +265,8 @@ class CudaModelRunner:
         self._graphs.fill(numbers, rows, slots)
         decode.rows.copy_(host, non_blocking=True)
         decode.graph.replay()
-        return self._to_host(rows, slots, decode.token_ids[: len(rows)], decode.logits, staging)
+        token_ids, host = decode.token_ids[: len(rows)], staging.take_sampled(len(rows))
+        return self._drawing.finish(rows, slots, token_ids, decode.logits, host)
 
     def _prefill_size(self, rows: list[Row]) -> int | None:
         """The recorded token count that serves rows without a decode graph; None: they run eagerly."""
@@ -316,7 +282,8 @@ class CudaModelRunner:
         prefill.rows.copy_(host, non_blocking=True)
         prefill.graph.replay()
         slots = [row.slot for row in sampling]
-        return self._to_host(sampling, slots, prefill.token_ids[: len(slots)], prefill.logits, staging)
+        token_ids, host = prefill.token_ids[: len(slots)], staging.take_sampled(len(slots))
+        return self._drawing.finish(sampling, slots, token_ids, prefill.logits, host)
 
     def _eager(self, rows: list[Row], prompts: dict[int, PendingPrompt]) -> torch.Tensor:
         """Forward of any rows; logits [n, V] float32 of those that sample."""
@@ -341,74 +308,8 @@ class CudaModelRunner:
 
     def _sample(self, rows: list[Row], logits: torch.Tensor, staging: _Staging) -> Sampled:
         slots = [row.slot for row in rows]
-        token_ids = self._draw(logits, slots, [row.start + row.num_tokens for row in rows])
-        return self._to_host(rows, slots, token_ids, logits, staging)
-
-    def _to_host(
-        self, rows: list[Row], slots: list[int], token_ids: torch.Tensor, logits: torch.Tensor, staging: _Staging
-    ) -> Sampled:
-        """Start the copy of sampled tokens, after drawing those again whose logits are edited."""
-        held = self._grammar_rows.rows(slots)
-        errors = self._grammar_rows.catch_up([slots[row] for row in held]) if held else {}
-        if held or not self._edits.are_none:
-            positions = [row.start + row.num_tokens for row in rows]
-            edited = self._edits.rows(slots, positions)
-            if edited:
-                self._redraw(edited, slots, positions, token_ids, logits)
-            if held:
-                only_held = [row for row in held if row not in edited]
-                self._redraw_masked(only_held, slots, positions, token_ids, logits)
-                self._grammar_rows.sampled(slots, token_ids)
-        host = staging.take_sampled(len(rows))
-        host.copy_(token_ids, non_blocking=True)
-        asked = self._parameters.logprob_rows(slots)
-        if not asked:
-            return Sampled(host, errors=errors)
-        return Sampled(host, self._gather_logprobs(asked, token_ids, logits), tuple(asked), errors)
-
-    def _redraw(
-        self, edited: list[int], slots: list[int], positions: list[int], token_ids: torch.Tensor, logits: torch.Tensor
-    ) -> None:
-        """Draw the rows `edited` again, from copies of their logits, into `token_ids` and their slots."""
-        masks = self._grammar_rows.masks([slots[row] for row in edited])
-        for part in row_chunks(len(edited), logits.shape[1], self._device):
-            mine = edited[part]
-            my_slots, my_positions = [slots[row] for row in mine], [positions[row] for row in mine]
-            index = to_device(mine, torch.int64, self._device)
-            copies = logits[index].float()
-            self._edits.apply(copies, my_slots, my_positions, masks.part(part) if masks is not None else None)
-            self._draw_into(token_ids, index, copies, my_slots, my_positions)
-            self._edits.count(my_slots, token_ids[index])
-
-    def _redraw_masked(
-        self, held: list[int], slots: list[int], positions: list[int], token_ids: torch.Tensor, logits: torch.Tensor
-    ) -> None:
-        """The same for rows that only their grammars constrain, as far as they do."""
-        masks = self._grammar_rows.masks([slots[row] for row in held])
-        if masks is None:
-            return
-        mine = [held[place] for place in masks.rows]
-        index = to_device(mine, torch.int64, self._device)
-        allowed = masked_rows(logits, index, send(torch.from_numpy(masks.words), self._device))
-        self._draw_into(token_ids, index, allowed, [slots[row] for row in mine], [positions[row] for row in mine])
-
-    def _draw_into(
-        self, token_ids: torch.Tensor, index: torch.Tensor, logits: torch.Tensor, slots: list[int], positions: list[int]
-    ) -> None:
-        """Rows whose own logits are unusable (a mask may hide that) stay so."""
-        drawn = self._draw(logits, slots, positions)
-        token_ids.index_copy_(0, index, torch.where(token_ids[index] < 0, -1, drawn))
-
-    def _draw(self, logits: torch.Tensor, slots: list[int], positions: list[int]) -> torch.Tensor:
-        where = to_device(slots, torch.int32, self._device)
-        places = to_device(positions, torch.int64, self._device)
-        return sample_rows(logits, where, places, self._parameters.sampling, self._state.token_ids, self._pdl)
-
-    def _gather_logprobs(self, asked: dict[int, int], token_ids: torch.Tensor, logits: torch.Tensor) -> PendingLogprobs:
-        """Of the model's own logits."""
-        index = to_device(list(asked), torch.int64, self._device)
-        drawn = token_ids[index].long().clamp(min=0)
-        return gather_logprobs(logits[index], drawn, list(asked.values()))
+        token_ids = self._drawing.draw(logits, slots, [row.start + row.num_tokens for row in rows])
+        return self._drawing.finish(rows, slots, token_ids, logits, staging.take_sampled(len(rows)))
 
 
 def _finished(work: Callable[[], str]) -> Future[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tokenspeed.kernels.triton.sampling import SlotSampling
@@ -41,7 +43,7 @@ class SlotParameters:
         else:
             self._num_logprobs[slot] = wanted.logprobs
 
-    def logprob_rows(self, slots: list[int]) -> dict[int, int]:
+    def logprob_rows(self, slots: Sequence[int]) -> dict[int, int]:
         """Places in `slots` that want the log-probability of their token -> how many alternatives besides."""
         if not self._num_logprobs:
             return {}

@@ -569,7 +569,7 @@ def sample_rows(
     launch = {"V": vocab, "PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
     _survey_kernel[(num_rows, num_chunks)](
         logits, *places, *filters, seeds, values, indices, peaks, maxima, masses, listed,
-        CHUNK=CHUNK, GROUPS=CHUNK // GROUP, BUCKETS=BUCKETS, **launch,
+        CHUNK=CHUNK, GROUPS=CHUNK // GROUP, BUCKETS=BUCKETS, maxnreg=80, **launch,
     )  # fmt: skip
     _weigh_kernel[shares](
         logits, slots, *filters, peaks, maxima, masses, floor,

@@ -1,0 +1,217 @@
+"""A GPU runner to test, with stand-ins where there is no GPU: `torch.cuda` does everything at once, a graph remembers
+the forward that was recorded, and sampling is torch's (the kernel has its own tests)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from runner_support import PAGE_SIZE, random_model, tiny_model
+
+from tokenspeed.attention.paged import PagedAttentionBackend
+from tokenspeed.cache.spec import group_layers
+from tokenspeed.config.model import ModelConfig
+from tokenspeed.kernels.registry import Need, select_ops
+from tokenspeed.kernels.triton.sampling import SlotSampling
+from tokenspeed.protocol.grammar import GrammarSpec
+from tokenspeed.protocol.sampling import SamplingParams
+from tokenspeed.protocol.step import RowResult, StepPlan, StepResult
+from tokenspeed.runner import cuda_runner, drawing, grammar_rows, launched_step, slot_graphs
+from tokenspeed.runner.cuda_runner import CudaModelRunner, GraphPlan
+from tokenspeed.runner.decode_graphs import DecodeGraphs
+from tokenspeed.runner.interface import Pending
+from tokenspeed.runner.kv_pool import allocate
+from tokenspeed.runner.loaded import LoadedModel
+from tokenspeed.runner.model_runner import Limits
+from tokenspeed.runner.prefill_graphs import PrefillGraphs
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+SLOTS, LENGTH, NUM_PAGES = 4, 60, 128
+LLAMA = tiny_model("LlamaForCausalLM")
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+BOTH_WAYS = pytest.mark.parametrize("graphs", [GraphPlan(), GraphPlan(sizes=(1, 2, 4), prefill_sizes=(4, 16))])
+
+
+class Recording:
+    """A `Recorder`, and its graphs: replaying runs the forward again on its recorded buffers."""
+
+    def __init__(self) -> None:
+        self.num_replays: dict[str, int] = {}
+        self.last: tuple[Any, ...] = ()
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[RecordedStep]:
+        graph = RecordedStep(self)
+        yield graph
+        graph.step = self.last
+
+
+class RecordedStep:
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self.step: tuple[Any, ...] = ()
+
+    def replay(self) -> None:
+        forward, owner, buffers, kept = self.step
+        kind = type(owner).__name__
+        self._recording.num_replays[kind] = self._recording.num_replays.get(kind, 0) + 1
+        for old, new in zip(kept, forward(owner, *buffers), strict=True):
+            old.copy_(new)
+
+
+class AtOnce:
+    """A stream or an event of a device that is never behind."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record(self, _: Any) -> None: ...
+
+
+class UnpinnedTorch:
+    """torch, whose memory is pinned nowhere, and whose GPU is the CPU."""
+
+    cuda = SimpleNamespace(
+        Stream=AtOnce,
+        Event=AtOnce,
+        stream=lambda _: contextlib.nullcontext(),
+        default_stream=lambda _: AtOnce(),
+        current_stream=lambda _: AtOnce(),
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *shape: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        return torch.empty(*shape, dtype=dtype)
+
+
+def masked_rows(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """Stands for the kernel."""
+    allowed = ((masks[:, :, None] >> torch.arange(32)) & 1).flatten(1)[:, : logits.shape[1]].bool()
+    return logits[rows].masked_fill(~allowed, float("-inf"))
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    sampling: SlotSampling,
+    token_ids: torch.Tensor,
+    pdl: bool,
+) -> torch.Tensor:
+    """Stands for the kernel: a draw depends on logits, seed and position alone."""
+    assert not pdl
+    chosen = []
+    for scores, slot, position in zip(logits.float(), slots.tolist(), positions.tolist(), strict=True):
+        temperature = float(sampling.temperature[slot])
+        if temperature > 0:
+            generator = torch.Generator().manual_seed(1000 * int(sampling.seed[slot]) + position)
+            scores = scores / temperature - torch.rand(scores.shape, generator=generator).log().neg().log()
+        chosen.append(-1 if scores.isnan().any() else int(scores.argmax()))
+        token_ids[slot, position] = max(chosen[-1], 0)
+    return torch.tensor(chosen, dtype=torch.int32)
+
+
+@pytest.fixture(name="recording")
+def recording_fixture(monkeypatch: pytest.MonkeyPatch) -> Recording:
+    recording = Recording()
+    if ON_GPU:
+        return recording
+    monkeypatch.setattr(cuda_runner, "torch", UnpinnedTorch())
+    monkeypatch.setattr(launched_step, "torch", UnpinnedTorch())
+    monkeypatch.setattr(grammar_rows, "torch", UnpinnedTorch())
+    monkeypatch.setattr(drawing, "masked_rows", masked_rows)
+    monkeypatch.setattr(cuda_runner, "has_pdl", lambda device: False)
+    for module in (drawing, slot_graphs):
+        monkeypatch.setattr(module, "sample_rows", sample_rows)
+    for kind in (DecodeGraphs, PrefillGraphs):
+
+        def remember(self: Any, *buffers: Any, forward: Any = kind._forward) -> Any:
+            kept = forward(self, *buffers)
+            recording.last = (forward, self, buffers, kept)
+            return kept
+
+        monkeypatch.setattr(kind, "_forward", remember)
+    return recording
+
+
+@contextlib.contextmanager
+def opened(
+    graphs: GraphPlan, recording: Recording, config: ModelConfig = LLAMA, grammars: Any = None
+) -> Iterator[CudaModelRunner]:
+    """A runner that has recorded its graphs."""
+    need = Need(DEVICE, torch.float32)
+    ops = select_ops(need)[0] if ON_GPU else replace(select_ops(need, only="reference")[0], recorder=recording)
+    backend = PagedAttentionBackend(ops)
+    model = random_model(config, ops, backend, seed=7)
+    groups = [replace(group, num_pages=NUM_PAGES) for group in group_layers(model.cache_specs(), PAGE_SIZE)]
+    shape = (config.num_kv_heads, config.head_dim)
+    model.bind_kv(list(allocate(model.cache_specs(), groups, *shape, torch.float32, DEVICE)))
+    loaded = LoadedModel(model, ops, backend, [])
+    runner = CudaModelRunner(loaded, groups, Limits(SLOTS, LENGTH, config.vocab_size), graphs, grammars)
+    try:
+        runner.capture()
+        yield runner
+    finally:
+        runner.close()
+
+
+def run(
+    plans: list[StepPlan],
+    graphs: GraphPlan,
+    recording: Recording,
+    config: ModelConfig = LLAMA,
+    grammars: Any = None,
+) -> tuple[list[list[RowResult]], list[str]]:
+    """Results of plans, as rows, and the runner's report. All are queued at once: a plan for which there is no pinned
+    buffer waits (without that, another step's tokens came now and then)."""
+    with opened(graphs, recording, config, grammars) as runner:
+        queued: list[Pending[StepResult]] = [runner.execute(plan) for plan in plans]
+        return [pending.result().rows for pending in queued], runner.report
+
+
+class InTurn:
+    """A grammar, its compiler and its matcher: the n-th token of the output is n modulo 3; other than `stuck`, at
+    which the library gives up."""
+
+    num_bytes = 0
+
+    def __init__(self, stuck: int | None = None) -> None:
+        self._stuck = stuck
+        self._num_tokens = 0
+        self.is_terminated = False
+        self.failure: str | None = None
+
+    def compiled(self, spec: GrammarSpec) -> InTurn:
+        return InTurn(int(spec.text) if spec.text else None)
+
+    def matcher(self) -> InTurn:
+        return self
+
+    def fill(self, row: Any) -> bool:
+        row[:] = 0
+        words = row.view("uint32")
+        for token_id in range(self._num_tokens % 3, LLAMA.vocab_size, 3):
+            words[token_id // 32] |= 1 << token_id % 32
+        return True
+
+    def accept(self, token_id: int) -> bool:
+        if self._num_tokens == self._stuck:
+            self.failure = "stuck"
+        is_allowed = token_id % 3 == self._num_tokens % 3
+        self._num_tokens += 1
+        return is_allowed
+
+    def rollback(self, num_tokens: int) -> None:
+        self._num_tokens -= num_tokens
+
+    def close(self) -> None: ...

@@ -1,0 +1,122 @@
+"""What rows ask of the GPU runner besides a token: one text for one seed, edits are followed, nothing waits.
+`cuda_support` stands for the GPU where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from cuda_support import (
+    BOTH_WAYS,
+    GREEDY,
+    LLAMA,
+    NUM_PAGES,
+    ON_GPU,
+    SLOTS,
+    InTurn,
+    Recording,
+    opened,
+    recording_fixture,  # noqa: F401
+    run,
+)
+from runner_support import Plans
+
+from tokenspeed.protocol.grammar import GrammarSpec
+from tokenspeed.protocol.sampling import SamplingParams
+from tokenspeed.protocol.step import StepResult
+from tokenspeed.runner import drawing
+from tokenspeed.runner.cuda_runner import GraphPlan
+from tokenspeed.runner.interface import Pending
+
+
+def decoded(graphs: GraphPlan, recording: Recording, wanted: SamplingParams, banned: tuple[int, ...] = ()) -> list[int]:
+    """What slot 1 samples beside others."""
+    made = Plans(NUM_PAGES)
+    first = [
+        made.admit(0, [5, 9, 2], GREEDY),
+        replace(made.admit(1, [7, 7, 1, 4], wanted), banned_token_ids=banned),
+        made.admit(2, [3, 8], SamplingParams(temperature=0.7, seed=9)),
+    ]
+    steps = [made.step(first, [made.row(slot, length, samples=True) for slot, length in enumerate((3, 4, 2))])]
+    steps += [made.step([], [made.decode(slot) for slot in range(3)]) for _ in range(8)]
+    results, _ = run(steps, graphs, recording)
+    mine = [row for rows in results for row in rows if row.slot == 1]
+    assert all(len(row.logprobs) == (wanted.logprobs is not None) for row in mine)
+    assert all(one.token_id == token for row in mine for one, token in zip(row.logprobs, row.token_ids, strict=False))
+    return [token for row in mine for token in row.token_ids]
+
+
+@BOTH_WAYS
+def test_a_seeds_text_does_not_depend_on_what_else_is_asked(graphs: GraphPlan, recording: Recording) -> None:
+    """Regression: rows with log-probabilities, a bias or penalties were drawn by another sampler, by other numbers."""
+    plain = SamplingParams(temperature=1.2, top_k=50, seed=5)
+    text = decoded(graphs, recording, plain)
+    assert len(set(text)) > 3
+    for asked in (
+        {"logprobs": 3},
+        {"logit_bias": {3: 0.0}},
+        {"presence_penalty": 1e-30},
+        {"min_tokens": 4},
+        {"logprobs": 0, "frequency_penalty": 1e-30, "min_tokens": 9},
+    ):
+        wanted = msgspec.structs.replace(plain, **asked)
+        assert decoded(graphs, recording, wanted, banned=(LLAMA.vocab_size + 1,)) == text
+
+
+@BOTH_WAYS
+def test_edits_of_logits_are_followed(graphs: GraphPlan, recording: Recording) -> None:
+    """Two tokens that nothing else comes near; each is worth 4 less once sampled, then 2 less each time."""
+    wanted = SamplingParams(
+        temperature=0.0, logit_bias={17: 100.0, 18: 91.0}, presence_penalty=2.0, frequency_penalty=2.0, seed=0
+    )
+    assert decoded(graphs, recording, wanted)[:6] == [17, 17, 17, 17, 18, 17]
+    wanted = msgspec.structs.replace(wanted, min_tokens=2)
+    assert decoded(graphs, recording, wanted, banned=(17,))[:4] == [18, 18, 17, 17]
+
+
+def test_capture_does_what_no_warm_up_step_does(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks over the head's own logits were compiled by the first constrained request."""
+    seen: list[torch.dtype] = []
+    kernel = drawing.masked_rows
+
+    def noted(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+        seen.append(logits.dtype)
+        return kernel(logits, rows, masks)
+
+    monkeypatch.setattr(drawing, "masked_rows", noted)
+    with opened(GraphPlan(sizes=(1,)), recording) as runner:
+        assert set(seen) == {torch.float32}, "of a float32 model"
+        assert float(runner._drawing.sampling.temperature[SLOTS]) == 0, "padding rows are greedy"
+
+
+@pytest.mark.skipif(not ON_GPU, reason="a processor is never behind itself")
+def test_launching_waits_for_nothing(recording: Recording) -> None:
+    """Whatever rows ask for. (Results wait, by design.)"""
+    made = Plans(NUM_PAGES)
+    wishes = [
+        SamplingParams(temperature=0.0, logprobs=2, seed=0),
+        SamplingParams(temperature=0.6, top_k=20, top_p=0.95, seed=1),
+        SamplingParams(temperature=1.0, top_p=0.9, logprobs=1, seed=2, logit_bias={3: 1.0}, presence_penalty=0.5,
+                       repetition_penalty=1.1, min_tokens=5),
+        SamplingParams(temperature=0.9, frequency_penalty=0.5, seed=3),
+    ]  # fmt: skip
+    first = [made.admit(slot, [5, 9, 2], wanted) for slot, wanted in enumerate(wishes)]
+    first[2] = replace(first[2], banned_token_ids=(4,), grammar=GrammarSpec(kind="regex", text=""))
+    first[0] = replace(first[0], grammar=GrammarSpec(kind="regex", text=""))
+    steps = [made.step(first, [made.row(slot, 3, samples=True) for slot in range(SLOTS)])]
+    steps += [made.step([], [made.decode(slot) for slot in range(SLOTS)]) for _ in range(20)]
+    graphs = GraphPlan(sizes=(1, 2, 4), prefill_sizes=(4, 16))
+    with opened(graphs, recording, grammars=InTurn()) as runner:
+        before: list[Pending[StepResult]] = []
+        for plan in steps:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                pending = runner.execute(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            for earlier in before:
+                assert all(row.error is None for row in earlier.result().rows)
+            before = [pending]
+        assert len(before[0].result().rows) == SLOTS
