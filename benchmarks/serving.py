@@ -30,8 +30,11 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
+from tokenspeed.bench.bound import model_cost
 from tokenspeed.bench.http_client import RequestResult, Timeouts, find_model, open_session, stream_request
 from tokenspeed.checkpoint.resolve import resolve_checkpoint
+from tokenspeed.config.args import parse_args as parse_engine_args
+from tokenspeed.engine.llm import configure
 
 READY_TIMEOUT_S = 120.0
 
@@ -249,9 +252,9 @@ def read_bandwidth_gb_s() -> float:
     return best / 1e9
 
 
-def weight_bytes(model: str) -> int:
-    """Bytes of the weight files: what one decode step has to read at least once."""
-    return sum(os.path.getsize(file) for file in resolve_checkpoint(model).weight_files)
+def weight_bytes(model: str, serve_args: list[str]) -> int:
+    """Bytes of weights, as they are stored, that a decode step of one row has to read."""
+    return model_cost(configure(parse_engine_args([model, *serve_args]))).step_bytes(1)
 
 
 def machine() -> str:
@@ -311,7 +314,7 @@ def main() -> None:
     args = parse_args()
     report = Report(model=args.model, machine=machine())
     report.read_bandwidth_gb_s = read_bandwidth_gb_s()
-    report.weight_bytes = weight_bytes(args.model)
+    report.weight_bytes = weight_bytes(args.model, args.serve_args.split())
     report.bound_decode_tok_s = report.read_bandwidth_gb_s * 1e9 / report.weight_bytes
     if args.base_url:
         asyncio.run(measure_server(args.base_url.rstrip("/"), args, report))

@@ -70,7 +70,7 @@ def test_a_missing_aiohttp_is_a_reason(monkeypatch):
     for name in [name for name in sys.modules if name.startswith(("tokenspeed.bench.serve", "tokenspeed.bench.http"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(ConfigError, match=r"pip install 'tokenspeed\[bench\]'"):
+    with pytest.raises(ConfigError, match=r"`make install-dev` or `pip install -e '\.\[bench\]'`"):
         bench.run(["serve"])
 
 

@@ -99,3 +99,13 @@ def test_rooms_are_all_described():
     rooms = {path.parent.name for path in (ROOT / "tokenspeed").glob("*/*.py") if path.name != "__init__.py"}
     missing = {room for room in rooms if f"`{room}`" not in text}
     assert not missing, f"describe in docs/architecture.md: {missing}"
+
+
+def test_environment_variables_are_all_described():
+    """Those of the benchmarks have their own page; TOKENSPEED_COMPILE_WORKER is between our own processes."""
+    source = "\n".join(path.read_text() for path in (ROOT / "tokenspeed").rglob("*.py"))
+    named = set(re.findall(r"TOKENSPEED_[A-Z_]*[A-Z]\b", source)) - {"TOKENSPEED_COMPILE_WORKER"}
+    assert len(named) > 4, "the pattern finds nothing"
+    text = (ROOT / "docs/configuration/environment.md").read_text()
+    missing = {name for name in named if f"`{name}`" not in text}
+    assert not missing, f"describe in docs/configuration/environment.md: {missing}"

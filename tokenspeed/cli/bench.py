@@ -41,7 +41,10 @@ def run(argv: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name != "aiohttp":
             raise
-        raise ConfigError("`tokenspeed bench serve` needs aiohttp; pip install 'tokenspeed[bench]'") from error
+        raise ConfigError(
+            "`tokenspeed bench serve` needs aiohttp, which `make serve` does not install; in the checkout, run "
+            "`make install-dev` or `pip install -e '.[bench]'`"
+        ) from error
     return cast("Callable[[Sequence[str]], int]", module.run)(rest)
 
 

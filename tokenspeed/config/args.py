@@ -257,8 +257,8 @@ class EngineArgs(DeviceArgs):
         False,
         "--enable-output-logprobs",
         API,
-        "Log-probabilities of output tokens for requests that ask. Always the case here; accepted so that commands carry "
-        "over.",
+        "Log-probabilities of output tokens for requests that ask. Always the case here; accepted so that commands "
+        "carry over.",
         kind="on",
         default_text="always on",
     )

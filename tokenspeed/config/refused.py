@@ -48,7 +48,7 @@ _SERVING = (
         ("--log-level-http", "separate log level of the HTTP server; use --log-level"),
     ),
     *_all(
-        "an engine without the HTTP server is not built yet; use `tokenspeed.engine.llm.LLM` from Python",
+        "an engine without the HTTP server is not built yet; use `tokenspeed.LLM` from Python",
         ("--headless", "engine only, without HTTP"),
     ),
     *_all(
