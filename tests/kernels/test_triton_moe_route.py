@@ -87,6 +87,28 @@ def test_scores_that_are_not_numbers_still_name_experts(tile: FusedTile | SplitT
     assert set(routing.expert_ids[0, :2].tolist()) == {0, 4}
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tile", [FusedTile(2, 4), SplitTile(16, 16, 32, 2)], ids=str)
+def test_one_broken_expert_breaks_the_weights_of_its_tokens(tile: FusedTile | SplitTile, rule: str) -> None:
+    """As in the reference: a request that a broken router row would serve fails instead. The expert need not be among
+    the best, nor the token's x be broken; tokens without a NaN keep their weights."""
+    x, weight = randn(3, 64), randn(6, 64)
+    weight[4] = 0
+    weight[4, 7] = float("inf")
+    x[:, 7] = torch.tensor([1.0, 0.0, -1.0], device=DEVICE)  # scores of +inf, NaN and -inf
+    counters = make_counters(DEVICE)
+    _, ours = route(x, weight, None, RULES[rule](2), counters, tile=tile, pdl=ON_GPU)
+    _, truth = Router()(x, weight, None, RULES[rule](2))
+    assert truth.weights.isnan().any(dim=1).tolist() == [True, True, False]
+    torch.testing.assert_close(ours.weights, truth.weights, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert all(len({*row} & set(range(6))) == 2 for row in ours.expert_ids.tolist())
+    weight[4] = float("nan")
+    _, ours = route(x, weight, None, RULES[rule](2), counters, tile=tile, pdl=ON_GPU)
+    _, truth = Router()(x, weight, None, RULES[rule](2))
+    assert truth.weights.isnan().all() and ours.weights.isnan().all()
+    assert all(4 not in row and len({*row}) == 2 for row in ours.expert_ids.tolist())
+
+
 def test_a_row_does_not_depend_on_the_others() -> None:
     x, weight, norm = randn(4, 96), randn(8, 96), randn(96)
     rule, counters = RULES["renormalized"](3), make_counters(DEVICE)

@@ -37,11 +37,13 @@ def _pick(
     """Top k of one token's scores [BLOCK_E] float32. OF_ALL: weights sum to one over all experts, else over the k.
 
     A score and its expert are one int64, so that a maximum finds both: the score's bits in an order that integers
-    have, then the expert counted from the end. NaN ranks last, so that every id stays an expert.
+    have, then the expert counted from the end. NaN ranks last, so that every id stays an expert; but the weights of a
+    token with any are all NaN, as they are after a softmax, and what is wrong shows.
     """
     experts = tl.arange(0, BLOCK_E)
     slots = tl.arange(0, triton.next_power_of_2(TOP_K))
     live = experts < E
+    is_broken = tl.max((live & (scores != scores)).to(tl.int32), axis=0) > 0
     scores = tl.where(scores == scores, scores + 0.0, float("-inf"))  # + 0: -0 and 0 are equal
     bits = scores.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -62,6 +64,7 @@ def _pick(
         total = tl.sum(tl.where(live, tl.exp(scores - best), 0.0), axis=0)
     else:
         total = tl.sum(weights, axis=0)
+    total = tl.where(is_broken, float("nan"), total)
     tl.store(ids_ptr + token * TOP_K + slots, ids, mask=slots < TOP_K)
     tl.store(weights_ptr + token * TOP_K + slots, weights / total, mask=slots < TOP_K)
 
