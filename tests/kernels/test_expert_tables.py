@@ -4,6 +4,7 @@ says which."""
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -23,6 +24,8 @@ from tokenspeed.kernels.triton.moe_plans import (
     ShapePlans,
     choose,
     heuristic_plans,
+    load_table,
+    mma_plans,
     read_table,
 )
 from tokenspeed.moe.interface import Activation, ExpertWeights, MoeNeed
@@ -36,7 +39,7 @@ PLANS = (
 SHAPE = ExpertShape("dense", 4, 2, 64, 32)
 MXFP4_SHAPE = ExpertShape("mxfp4", 4, 2, 64, 32)
 MMA_ONLY = (ExpertPlan(NO_LIMIT, block_m=8, mma=MmaTiles(MmaTile(64, 2), MmaTile(128, unroll=True))),)
-TABLE = ExpertTable("a GPU", "a test", (ShapePlans(SHAPE, PLANS), ShapePlans(MXFP4_SHAPE, MMA_ONLY)))
+TABLE = ExpertTable("a GPU", (ShapePlans(SHAPE, "a test", PLANS), ShapePlans(MXFP4_SHAPE, "another test", MMA_ONLY)))
 
 
 def need_of(num_experts: int, dtype: torch.dtype = torch.bfloat16) -> MoeNeed:
@@ -89,6 +92,7 @@ def test_mxfp4_goes_to_fp8_tensor_cores_where_they_are(caplog: pytest.LogCapture
         kernels = TritonExpertKernels(DEVICE, False, None, SHARED_BYTES, "a GPU", None)
         assert all(plan.mma or plan.widen for plan in mxfp4_plans(kernels))
         assert not any("plain arithmetic" in record.message for record in caplog.records)
+        assert any("(another test)" in record.message for record in caplog.records)
         kernels = TritonExpertKernels(DEVICE, False, TABLE, SHARED_BYTES, "a GPU", "it is too old")
         assert mxfp4_plans(kernels) == heuristic_plans(MXFP4_SHAPE, False, SHARED_BYTES, False)
         assert any("plain arithmetic" in line.message and "too old" in line.message for line in caplog.records)
@@ -104,6 +108,21 @@ def test_large_prompts_are_widened_where_that_takes_little_memory(num_experts: i
     assert [plan.widen for plan in plans] == [False] * (len(plans) - 1) + [widens]
     assert choose(plans, MMA_PAIRS * num_experts // 4).mma is not None
     assert choose(plans, 1).block_m == 8 and choose(plans, num_experts * 8).block_m == 32
+
+
+def test_without_a_table_gpt_oss_20b_has_the_tiles_that_were_measured() -> None:
+    """`MMA_PLANS` are those of the shipped table, up to where that has more plans for widened weights. A shape that was
+    not measured is not in the table."""
+    table = load_table("NVIDIA H200")
+    assert table is not None
+    shape = ExpertShape("mxfp4", 32, 4, 2880, 2880)
+    tuned = table.find(shape)
+    assert tuned is not None
+    tensor_cores = [plan for plan in tuned.plans if plan.mma is not None]
+    assert tensor_cores == [plan for plan in mma_plans(shape) if plan.mma is not None]
+    for entry in table.experts:
+        assert entry.shape == shape or entry.plans != heuristic_plans(entry.shape, True, SHARED_BYTES, False, True)
+    assert table.find(replace(shape, num_experts=128)) is None
 
 
 def test_a_table_comes_back_from_its_file() -> None:

@@ -279,7 +279,8 @@ class ExpertTuner:
                 found.append(plan)
         if not found:
             raise RuntimeError("no tile of the expert kernels could be measured in the time given")
-        return ShapePlans(self._shape, tuple(_spread(found)))
+        measured = f"torch {torch.__version__}, triton {triton.__version__}, {time.strftime('%Y-%m-%d')}"
+        return ShapePlans(self._shape, measured, tuple(_spread(found)))
 
     def _tune_count(self, count: int) -> ExpertPlan | None:
         routings = [random_routing(self._need, count, self._device) for _ in range(CALLS)]
@@ -480,9 +481,8 @@ def tune_to_file(
     gpu = torch.cuda.get_device_name(where.device)
     file = Path(path or table_name(gpu))
     before = read_table(file.read_bytes()).experts if file.is_file() else ()
-    measured = f"torch {torch.__version__}, triton {triton.__version__}, {time.strftime('%Y-%m-%d')}"
     others = [one for one in before if one.shape != entry.shape]
-    table = ExpertTable(gpu, measured, (*others, entry))
+    table = ExpertTable(gpu, (*others, entry))
     file.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
     print(f"written: {file}")
     print(msgspec.json.encode(entry).decode())

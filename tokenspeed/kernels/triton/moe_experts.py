@@ -206,19 +206,17 @@ class TritonExpertKernels:
     def _plans(self, need: MoeNeed, has_gemv: bool) -> tuple[ExpertPlan, ...]:
         shape = ExpertShape.of(need)
         no_mma = self.why_no_mma(need)
-        plans = None if self._table is None or need.dtype not in HALF else self._table.find(shape)
-        if plans is not None and no_mma is not None and any(plan.mma for plan in plans):
-            plans = None
+        tuned = None if self._table is None or need.dtype not in HALF else self._table.find(shape)
+        if tuned is not None and no_mma is not None and any(plan.mma for plan in tuned.plans):
+            tuned = None
         is_new = shape not in self._told
         self._told.add(shape)
         if is_new and need.format == "mxfp4" and no_mma is not None:
             logger.info("expert kernels: MXFP4 by plain arithmetic, not on FP8 tensor cores: %s", no_mma)
-        if plans is not None:
+        if tuned is not None:
             if is_new:
-                logger.info(
-                    "expert kernels: tiles measured on %s (%s)", self._gpu, self._table and self._table.measured
-                )
-            return plans
+                logger.info("expert kernels: tiles measured on %s (%s)", self._gpu, tuned.measured)
+            return tuned.plans
         if is_new:
             logger.info(
                 "expert kernels: no tuned tiles for %s and %d %s experts of %d x %d, top %d; a heuristic chooses them "

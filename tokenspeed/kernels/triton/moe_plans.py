@@ -66,25 +66,22 @@ class ExpertPlan:
 
 @dataclass(frozen=True, slots=True)
 class ShapePlans:
-    """Plans by rising `max_tokens`."""
+    """Plans by rising `max_tokens`. `measured`: with which versions, and when."""
 
     shape: ExpertShape
+    measured: str
     plans: tuple[ExpertPlan, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTable:
-    """One file. `measured`: on what, with which versions, and when."""
+    """One file."""
 
     gpu: str
-    measured: str
     experts: tuple[ShapePlans, ...] = ()
 
-    def find(self, shape: ExpertShape) -> tuple[ExpertPlan, ...] | None:
-        for entry in self.experts:
-            if entry.shape == shape:
-                return entry.plans
-        return None
+    def find(self, shape: ExpertShape) -> ShapePlans | None:
+        return next((entry for entry in self.experts if entry.shape == shape), None)
 
 
 def table_name(gpu: str) -> str:
@@ -133,7 +130,8 @@ MMA_PLANS = (
     (512, 64.0, 32, MmaTiles(WIDE_TILE, WIDE_TILE)),
 )
 """The fastest of a sweep for gpt-oss-20b on an H200 (32 experts, top 4, 2880 x 2880; docs/log.md), at 1, 2, 4, 8, 16,
-32, 64 and 256 tokens, each to the geometric middle. `LARGE_TILES` were at 1024."""
+32, 64 and 256 tokens, each to the geometric middle. `LARGE_TILES` were at 1024. For that shape `mma_plans` gives what
+the table of an H200 has, so that whoever measures anew changes both; a test holds them together."""
 MMA_PAIRS = 256
 """An expert gets, up to which `moe_mxfp4_mma` is taken to be faster than widening first: 2048 tokens of gpt-oss-20b."""
 WIDEN_BYTES = 2**31
