@@ -258,6 +258,15 @@ async def test_tool_choice(engine: FakeClient):
         assert len(message["content"]) == 1 and message["stop_reason"] == "tool_use"
 
 
+async def test_auto_without_a_known_format_is_refused_in_this_apis_words():
+    """The error named OpenAI's "required", which is no value of this API's `tool_choice`."""
+    async with http_client(FakeClient()) as http:
+        response = await http.post(URL, json=body(tools=[WEATHER]))
+    message = response.json()["error"]["message"]
+    assert response.status_code == 400 and "send tool_choice none, any or tool, or" in message
+    assert "required" not in message and "--chat-template" in message
+
+
 async def test_output_format_is_a_grammar(http: httpx.AsyncClient, engine: FakeClient):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     config = {"format": {"type": "json_schema", "schema": schema}}

@@ -312,6 +312,7 @@ async def test_auto_needs_a_known_format():
     async with http_client(ScriptedClient('[{"name": "f", "parameters": {"a": 1}}]')) as http:
         error = (await http.post(URL, json=chat(tools=TOOLS))).json()["error"]
         assert error["param"] == "tools" and "--tool-call-parser" in error["message"]
+        assert "send tool_choice 'none', 'required' or a function, or" in error["message"]
         (one,) = await both(http, tools=TOOLS, tool_choice="required")
         assert [call[1] for call in one.calls] == ["f"]
     async with http_client(ScriptedClient("x"), tool_call_parser="passthrough") as http:

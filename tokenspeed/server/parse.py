@@ -95,7 +95,11 @@ def router(context: ServerContext) -> APIRouter:
             ReasoningResponse(reasoning_text=parsed.reasoning, text=parsed.content, normal_text=parsed.content)
         )
 
-    @routes.post("/parse_function_call", **documented("Parsers", FunctionCallRequest, FunctionCallResponse))
+    @routes.post(
+        "/parse_function_call",
+        operation_id="parse_function_call_engine",
+        **documented("Parsers", FunctionCallRequest, FunctionCallResponse),
+    )
     @routes.post("/parse/function_call", **documented("Parsers", FunctionCallRequest, FunctionCallResponse))
     async def parse_function_call(request: Request) -> Response:
         """The tool calls of an output. Reasoning is not looked for."""

@@ -74,6 +74,7 @@ class TurnRequest:
         grammar: what the answer has to obey, or its text when it calls tools instead; starts behind the reasoning.
         yields_to_tools: forced calls take the place of `grammar`.
         strict_tools: names of the tools whose calls have to obey their schemas although the model decides about them.
+        other_choices: what this API calls the values of `tool_choice` that work with every model, for an error.
     """
 
     conversation: Conversation
@@ -87,6 +88,7 @@ class TurnRequest:
     grammar: GrammarSpec | None = None
     yields_to_tools: bool = False
     strict_tools: frozenset[str] = frozenset()
+    other_choices: str = "'none', 'required' or a function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +240,9 @@ def _grammar(context: ServerContext, request: TurnRequest, offered: list[dict[st
     if not context.formats.knows_calls:
         raise InvalidRequest(
             "tools cannot be used with tool_choice 'auto': no format of tool calls is known for "
-            f"{context.client.model_config.architecture} and its chat template; start the server with "
-            "--tool-call-parser, or send tool_choice 'none', 'required' or a function",
+            f"{context.client.model_config.architecture} and its chat template; send tool_choice "
+            f"{request.other_choices}, or start the server with --chat-template chatml-tools (for a model that was "
+            "trained on ChatML; it shows the tools), or with --tool-call-parser",
             param="tools",
             code="unsupported_field",
         )

@@ -122,6 +122,7 @@ def _turn_request(body: PromptFields) -> TurnRequest:
         grammar=_grammar(body),
         yields_to_tools=True,
         strict_tools=frozenset(tool.name for tool in body.tools or () if tool.strict),
+        other_choices="none, any or tool",
     )
 
 
