@@ -1,0 +1,117 @@
+"""`bench kernels --tune` from its candidates to its file: kernels run in the interpreter (or on a GPU), only time is
+made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tokenspeed.bench import expert_tune
+from tokenspeed.bench.expert_tune import ExpertTuner, tune_to_file
+from tokenspeed.kernels.registry import Implementation, Need
+from tokenspeed.kernels.triton import moe_experts, moe_grouped
+from tokenspeed.kernels.triton.moe_align import group_pairs
+from tokenspeed.kernels.triton.moe_experts import TritonExpertKernels
+from tokenspeed.kernels.triton.moe_grouped import GroupedTile
+from tokenspeed.kernels.triton.moe_plans import (
+    NO_LIMIT,
+    ExpertPlan,
+    ExpertShape,
+    ExpertTable,
+    ShapePlans,
+    choose,
+    read_table,
+)
+from tokenspeed.moe.interface import Activation, MoeNeed
+from tokenspeed.protocol.errors import ConfigError
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NEED = MoeNeed(DEVICE.type, torch.float32, 4, 2, 64, 32, "dense", True, Activation())
+WHERE = Need(DEVICE, torch.float32)
+WRONG, SLOW, GOOD, BROKEN = (GroupedTile(32, 32, 1, stages, 4) for stages in (1, 2, 3, 4))
+TILE_US = {WRONG: 1.0, SLOW: 9.0, GOOD: 3.0}
+GEMV_US, TILED_US = 50.0, 70.0
+OTHER = ShapePlans(ExpertShape("dense", 8, 2, 64, 32), "long ago", (ExpertPlan(NO_LIMIT, block_m=32),))
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tuner with four tiles, of which one gives wrong numbers and one does not run. What it said is appended."""
+    launched: list[GroupedTile] = []
+
+    def gate_up(x, matrix, grouping, top_k, activation, tile, hopper=False) -> torch.Tensor:
+        launched.append(tile)
+        return _spoilt(moe_grouped.grouped_gate_up(x, matrix, grouping, top_k, activation, tile, False), tile)
+
+    def down(h, matrix, grouping, weights, dtype, tile, hopper=False) -> torch.Tensor:
+        launched.append(tile)
+        return _spoilt(moe_grouped.grouped_down(h, matrix, grouping, weights, dtype, tile, False), tile)
+
+    def time_us(tuner: ExpertTuner, call: Callable[[int], torch.Tensor]) -> float:
+        """A tile alone by the tile, a whole layer by its kernels."""
+        launched.clear()
+        call(0)
+        return TILE_US[launched[0]] if len(launched) == 1 else TILED_US if launched else GEMV_US
+
+    for module in (expert_tune, moe_experts):
+        monkeypatch.setattr(module, "grouped_gate_up", gate_up)
+        monkeypatch.setattr(module, "grouped_down", down)
+    monkeypatch.setattr(expert_tune, "group_pairs", lambda ids, experts, m: group_pairs(ids, experts, m, False))
+    monkeypatch.setattr(expert_tune, "tile_candidates", lambda *_: iter((WRONG, SLOW, GOOD, BROKEN)))
+    monkeypatch.setattr(expert_tune, "compile_all", lambda *_: 4)  # in processes of their own
+    monkeypatch.setattr(ExpertTuner, "_graph_us", time_us)
+    made = TritonExpertKernels(DEVICE, False, None, 2**16, "a GPU", "not here")
+    ours = Implementation("experts", "triton", 50, lambda need: None, lambda need: made)
+    monkeypatch.setattr(moe_experts, "IMPLEMENTATIONS", (ours,))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    lines: list[str] = []
+    monkeypatch.setattr("builtins.print", lambda line, **_: lines.append(line))
+    return lines
+
+
+def _spoilt(result: torch.Tensor, tile: GroupedTile) -> torch.Tensor:
+    if tile == BROKEN:
+        raise RuntimeError("out of shared memory")
+    return result + 1 if tile == WRONG else result
+
+
+def test_the_fastest_right_tiles_go_to_the_file_beside_other_shapes(said: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    old = ShapePlans(ExpertShape.of(NEED), "before", (ExpertPlan(NO_LIMIT, block_m=64),))
+    file.write_bytes(msgspec.json.encode(ExpertTable("a GPU", (old, OTHER))))
+    tune_to_file(NEED, (1, 9), None, str(file), WHERE)
+    table = read_table(file.read_bytes())
+    assert table.gpu == "a GPU" and len(table.experts) == 2
+    assert table.find(OTHER.shape) == OTHER, "neither its plans nor its date"
+    tuned = table.find(ExpertShape.of(NEED))
+    assert tuned is not None and f"torch {torch.__version__}, triton" in tuned.measured
+    assert [plan.max_tokens for plan in tuned.plans] == [3, NO_LIMIT], "to the geometric middle of 1 and 9"
+    assert choose(tuned.plans, 1).gemv, "faster in time that is made up, at most 8 tokens"
+    many = choose(tuned.plans, 9)
+    assert (many.gemv, many.block_m, many.gate_up, many.down) == (False, 16, GOOD, GOOD)
+    for start, count in (("WRONG 9 tokens, gate_up", 1), ("WRONG 9 tokens, down", 1), ("FAILED 9 tokens", 2)):
+        assert len([line for line in said if line.startswith(start)]) == count
+
+
+def test_the_default_file_is_named_after_the_gpu(
+    said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tune_to_file(NEED, (9,), None, None, WHERE)
+    (entry,) = read_table((tmp_path / "a_GPU.json").read_bytes()).experts
+    assert entry.shape == ExpertShape.of(NEED)
+    assert "written: a_GPU.json" in said
+
+
+def test_a_limit_that_is_too_short_writes_nothing(said: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    with pytest.raises(ConfigError, match=r"no tile of the expert kernels could be measured.*longer --time-limit"):
+        tune_to_file(NEED, (1,), 1e-9, str(file), WHERE)
+    assert "1 tokens: not reached in time" in said and not file.exists()
