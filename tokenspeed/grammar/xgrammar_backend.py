@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tokenspeed.grammar.budget import Budget
 from tokenspeed.grammar.interface import GrammarError, GrammarOptions, MaskRow, Matcher, Vocabulary
 from tokenspeed.grammar.name_pattern import NamePattern
+from tokenspeed.grammar.well_formed import START, WellFormed
 from tokenspeed.protocol.grammar import GrammarKind
 
 MAX_WHITESPACE = 16
@@ -71,6 +72,7 @@ class XGrammarBackend:
     def __init__(self, vocabulary: Vocabulary, options: GrammarOptions) -> None:
         self._options = options
         self._vocabulary = vocabulary
+        self._well_formed = WellFormed(vocabulary)
         self._text_info = _info(vocabulary.text_tokens(), vocabulary)
         self._tag_info: xgrammar.TokenizerInfo | None = None
         self._id_info: xgrammar.TokenizerInfo | None = None
@@ -102,15 +104,17 @@ class XGrammarBackend:
             grammar = xgrammar.CompiledGrammar.deserialize_json(portable.written, info)
         else:
             grammar = self._compile(portable.kind, portable.text)
-        return XGrammarCompiled(grammar, self._vocabulary.eos_token_ids)
+        return XGrammarCompiled(grammar, self._vocabulary.eos_token_ids, self._well_formed)
 
     def fill_all(self, matchers: Sequence[Matcher], rows: NDArray[np.int32]) -> None:
         """See `interface.Backend`."""
         if self._many is None:
             self._many = xgrammar.BatchGrammarMatcher(max_threads=_num_threads())
-        ours = [matcher._matcher for matcher in matchers if isinstance(matcher, XGrammarMatcher)]
+        ours = [matcher for matcher in matchers if isinstance(matcher, XGrammarMatcher)]
         assert len(ours) == len(matchers), "matchers of another library"
-        self._many.batch_fill_next_token_bitmask(ours, rows)
+        self._many.batch_fill_next_token_bitmask([matcher._matcher for matcher in ours], rows)
+        for matcher, row in zip(ours, rows, strict=True):
+            matcher._keep_well_formed(row)
 
     def _compile(self, kind: GrammarKind, text: str) -> xgrammar.CompiledGrammar:
         compiler = xgrammar.GrammarCompiler(self._info(kind), max_threads=1, cache_enabled=False)
@@ -155,24 +159,31 @@ class XGrammarBackend:
 class XGrammarCompiled:
     """See `interface.CompiledGrammar`."""
 
-    def __init__(self, grammar: xgrammar.CompiledGrammar, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, grammar: xgrammar.CompiledGrammar, eos_token_ids: tuple[int, ...], well_formed: WellFormed
+    ) -> None:
         self._grammar = grammar
         self._eos_token_ids = eos_token_ids
+        self._well_formed = well_formed
 
     @property
     def num_bytes(self) -> int:
         return int(self._grammar.memory_size_bytes)
 
     def matcher(self) -> XGrammarMatcher:
-        return XGrammarMatcher(xgrammar.GrammarMatcher(self._grammar), self._eos_token_ids)
+        return XGrammarMatcher(xgrammar.GrammarMatcher(self._grammar), self._eos_token_ids, self._well_formed)
 
 
 class XGrammarMatcher:
-    """See `interface.Matcher`."""
+    """See `interface.Matcher`. The library takes some ill-formed UTF-8 for characters, which `well_formed` forbids."""
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, matcher: xgrammar.GrammarMatcher, eos_token_ids: tuple[int, ...], well_formed: WellFormed
+    ) -> None:
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
+        self._well_formed = well_formed
+        self._states = bytearray((START,))  # in front of the output and behind each of its tokens
 
     @property
     def is_terminated(self) -> bool:
@@ -188,13 +199,32 @@ class XGrammarMatcher:
             for token_id in self._eos_token_ids:
                 row.view("uint32")[token_id // 32] |= 1 << token_id % 32
             return True
-        return bool(self._matcher.fill_next_token_bitmask(row[None]))
+        if not self._matcher.fill_next_token_bitmask(row[None]):
+            row[:] = -1
+        self._keep_well_formed(row)
+        return True
 
     def accept(self, token_id: int) -> bool:
-        return bool(self._matcher.accept_token(token_id))
+        state = self._well_formed.behind(self._states[-1], token_id)
+        if state is None or not self._matcher.accept_token(token_id):
+            return False
+        self._states.append(state)
+        return True
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
+        del self._states[len(self._states) - num_tokens :]
+
+    def _keep_well_formed(self, row: MaskRow) -> None:
+        """Take what would be ill-formed out of a mask.
+
+        Raises:
+            GrammarError: that leaves nothing inside a character.
+        """
+        state = self._states[-1]
+        np.bitwise_and(row, self._well_formed.masks[state], out=row)
+        if state != START and not row.any():
+            raise GrammarError("it asks for characters between U+D800 and U+DFFF, which no text can hold")
 
 
 def _num_threads() -> int:
