@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -20,6 +22,7 @@ from tokenspeed.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 SMALL = {"max_num_seqs": 4, "max_model_len": 256, "max_total_tokens": 2048}
+PAGE = Path(__file__).parents[2] / "docs/serving/python.md"
 
 
 def fake(config, **fields) -> FakeRunner:
@@ -155,3 +158,16 @@ async def test_the_embedded_model_on_a_thread_and_in_a_process(default_checkpoin
         assert await client.command("check") == (True, None)
     finally:
         await client.close()
+
+
+@pytest.mark.timeout(300)
+def test_the_page_runs_from_top_to_bottom(default_checkpoint: Checkpoint) -> None:
+    program = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+    done = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True)
+    assert "Paris" in done.stdout.splitlines()[0]
+    assert done.stdout.splitlines()[-1] in (" small", " large")
+
+
+def test_the_page_names_every_field_of_sampling() -> None:
+    text = PAGE.read_text()
+    assert not [name for name in SamplingParams.__struct_fields__ if name != "thinking" and f"`{name}`" not in text]
