@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import weakref
 from concurrent.futures import Future
 
@@ -13,12 +14,13 @@ from fake_runner import NAN_TOKEN, FakeRunner, continuation
 from tokenspeed.engine import run as run_module
 from tokenspeed.engine.grammar_gate import GrammarGate
 from tokenspeed.engine.interface import GenerationEvent, GenerationRequest
+from tokenspeed.engine.step_log import StepLog
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import INVALID_GRAMMAR, GrammarSpec
-from tokenspeed.protocol.messages import AddRequest, SequenceOutput
+from tokenspeed.protocol.messages import AddRequest, EngineStats, SequenceOutput
 from tokenspeed.protocol.sampling import SamplingParams
-from tokenspeed.protocol.step import Row, RowResult
+from tokenspeed.protocol.step import Row, RowResult, StepPlan
 
 
 class FakeCompiler:
@@ -36,6 +38,9 @@ class FakeCompiler:
 
     def submit(self, spec: GrammarSpec) -> Future:
         return self.futures.setdefault(spec.text, Future())
+
+    def forget(self, spec: GrammarSpec) -> None:
+        self.futures[spec.text].cancel()
 
     def close(self) -> None:
         self.is_closed = True
@@ -110,6 +115,32 @@ def test_aborts():
     assert not gate.is_holding
 
 
+def test_a_grammar_that_nobody_waits_for_any_more_leaves_the_queue():
+    """The bug: requests that were aborted left their grammars in the queue of the workers, and a later schema waited
+    14 s behind those of 24 clients that had hung up."""
+    compiler = FakeCompiler()
+    gate = GrammarGate(compiler)
+    for request_id, text in (("a", "shared"), ("b", "shared"), ("c", "own"), ("d", "other"), ("e", "done")):
+        gate.hold(add(request_id, text, n=2))
+    assert gate.num_sequences == 10
+    gate.abort("a", None)
+    gate.abort("c", None)
+    gate.abort("d", 1)
+    compiler.futures["done"].set_result(object())
+    gate.abort("e", None)
+    cancelled = {text for text, future in compiler.futures.items() if future.cancelled()}
+    assert cancelled == {"own"}, "b waits for the one of a"
+    assert gate.num_sequences == 4
+    gate.abort("b", None)
+    assert compiler.futures["shared"].cancelled()
+    gate.abort_all("error", "gone")
+    assert compiler.futures["other"].cancelled() and gate.num_sequences == 0
+    del compiler.futures["own"]
+    gate.hold(add("f", "own"))
+    compiler.futures["own"].set_result(object())
+    assert [request.request_id for request, _ in gate.release()[0]] == ["f"]
+
+
 def test_a_grammar_lives_until_the_last_sequence_has_ended():
     class Compiled:
         pass
@@ -177,6 +208,32 @@ async def test_without_a_compiler_the_request_is_refused(start):
         await collect(client, "a", spec("x"))
 
 
+async def test_those_whose_grammar_compiles_count_as_waiting(start):
+    """The bug: they were in no metric, so a server with a hundred of them looked idle."""
+    runner = type("Runner", (GrammarRunner,), {"compiler": FakeCompiler()})
+    client = await start(build=runner)
+    waiting = [asyncio.create_task(collect(client, name, spec("slow"))) for name in ("a", "b")]
+    while client.stats is None or client.stats.num_compiling < 2:
+        await asyncio.sleep(0.005)
+    assert (client.stats.num_running, client.stats.num_waiting) == (0, 0)
+    runner.compiler.futures["slow"].set_result(object())
+    await asyncio.wait_for(asyncio.gather(*waiting), 10)
+    while client.stats.num_compiling:
+        await asyncio.sleep(0.005)
+
+
+def test_they_are_in_the_queue_of_the_log(caplog: pytest.LogCaptureFixture):
+    numbers = dict.fromkeys((f"num_pages_{what}" for what in ("total", "used", "cached")), 0)
+    numbers |= dict.fromkeys(("num_preemptions", "num_prefix_hit_tokens", "num_prompt_tokens"), 0)
+    stats = EngineStats(
+        **numbers, num_running=1, num_waiting=2, num_generated_tokens=0, step_tokens=[], num_compiling=3
+    )
+    decode = StepPlan(0, [], [Row(0, 1, 1, ([],), samples=True, is_decode=True)], 1)
+    with caplog.at_level(logging.INFO, "tokenspeed.engine.step_log"):
+        StepLog(1).note(decode, lambda: stats)
+    assert caplog.messages[0].endswith("#queue-req: 5")
+
+
 async def test_a_consumer_that_leaves_while_it_compiles(start):
     runner = type("Runner", (GrammarRunner,), {"compiler": FakeCompiler()})
     client = await start(build=runner)
@@ -186,7 +243,8 @@ async def test_a_consumer_that_leaves_while_it_compiles(start):
         await asyncio.sleep(0.005)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    runner.compiler.futures["x"].set_result(object())
+    while not runner.compiler.futures["x"].cancelled():
+        await asyncio.sleep(0.005)
     assert await collect(client, "next", None) == continuation([5, 6], 5)
     assert await client.command("flush_cache") == (True, None)
 

@@ -47,6 +47,22 @@ def test_a_bad_grammar_says_why_and_is_remembered(compiler: GrammarCompiler):
         again.result(0)
 
 
+def test_what_nobody_waits_for_is_not_compiled(compiler: GrammarCompiler):
+    """Behind as many that take long as there are workers; one that has begun goes on."""
+    bombs = [regex(".?" * 3000 + letter) for letter in "ab"]
+    long = [compiler.submit(bomb) for bomb in bombs]
+    while not all(future.running() for future in long):
+        time.sleep(0.001)
+    queued, wanted = compiler.submit(regex("y{3}")), compiler.submit(regex("z{3}"))
+    compiler.forget(regex("y{3}"))
+    compiler.forget(bombs[0])
+    compiler.forget(regex("never seen"))
+    assert queued.cancelled() and not wanted.cancelled() and not long[0].cancelled()
+    assert wanted.result(60) is compiler.compiled(regex("z{3}"))
+    again = compiler.submit(regex("y{3}"))
+    assert again is not queued and takes(again.result(60), "yyy")
+
+
 BOMBS = {
     "many optional characters": ("regex", ".?" * 5000),
     "counts in counts": ("regex", "((.{1,300}){1,300}){1,300}"),

@@ -74,12 +74,13 @@ async def test_engine_values(http: httpx.AsyncClient, engine: FakeClient):
             num_generated_tokens=0,
             step_tokens=step_tokens,
             num_nan_aborted=4,
+            num_compiling=7,
         )
 
     engine.stats = stats([8, 1, 1])
     for _ in range(2):  # a snapshot counts once, however often it is looked at
         values = await read(http)
-        assert (values["num_requests_running"], values["num_requests_waiting"]) == (3, 2)
+        assert (values["num_requests_running"], values["num_requests_waiting"]) == (3, 9)
         assert values["kv_cache_usage_perc"] == 0.25
         assert (values["num_preemptions_total"], values["num_nan_aborted_requests_total"]) == (5, 4)
         assert (values["iteration_tokens_total_count"], values["iteration_tokens_total_sum"]) == (3, 10)

@@ -271,14 +271,15 @@ class EngineCore:
         return stats
 
     def _snapshot(self) -> EngineStats:
-        """The scheduler's numbers now, for the log. Each call of `stats` empties its list of steps, which the metrics
-        must see whole: it is kept for the next `_take_snapshot`."""
+        """The numbers now, for the log: the scheduler's, and who waits in front of it. Each call of `stats` empties its
+        list of steps, which the metrics must see whole: it is kept for the next `_take_snapshot`."""
         stats = self._scheduler.stats()
+        stats.num_compiling = self._grammars.num_sequences
         self._step_tokens += stats.step_tokens
         return stats
 
     def _take_snapshot(self) -> EngineStats:
-        """The scheduler's numbers with every step since the last one taken, to send."""
+        """The numbers with every step since the last one taken, to send."""
         stats = self._snapshot()
         stats.step_tokens, self._step_tokens = self._step_tokens, []
         return stats

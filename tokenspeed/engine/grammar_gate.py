@@ -7,6 +7,7 @@ They enter the scheduler in the order in which they came, as far as that keeps n
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -45,12 +46,18 @@ class GrammarGate:
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self._compiler = compiler
         self._held: dict[str, _Held] = {}
+        self._num_waiting_for: Counter[Future[CompiledGrammar]] = Counter()
         self._pins: dict[str, _Pin] = {}
 
     @property
     def is_holding(self) -> bool:
         """True while a request waits here."""
         return bool(self._held)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of the requests that wait here."""
+        return sum(held.request.sampling.n for held in self._held.values())
 
     def hold(self, request: AddRequest) -> list[SequenceOutput]:
         """Take a request with a grammar.
@@ -61,7 +68,9 @@ class GrammarGate:
         assert request.grammar is not None
         if self._compiler is None:
             return _ends(request, "error", OFF, INVALID_GRAMMAR)
-        self._held[request.request_id] = _Held(request, self._compiler.submit(request.grammar))
+        future = self._compiler.submit(request.grammar)
+        self._held[request.request_id] = _Held(request, future)
+        self._num_waiting_for[future] += 1
         return []
 
     def release(self) -> tuple[list[tuple[AddRequest, list[int]]], list[SequenceOutput]]:
@@ -74,7 +83,7 @@ class GrammarGate:
         outputs: list[SequenceOutput] = []
         for held in [held for held in self._held.values() if held.future.done()]:
             request = held.request
-            del self._held[request.request_id]
+            self._let_go(held)
             error = held.future.exception()
             if error is None:
                 self._pins[request.request_id] = _Pin(held.future.result(), request.sampling.n)
@@ -87,21 +96,34 @@ class GrammarGate:
         return ready, outputs
 
     def abort(self, request_id: str, index: int | None) -> list[SequenceOutput]:
-        """End a request that waits here, or note that one of its sequences is not wanted."""
+        """End a request that waits here, or note that one of its sequences is not wanted. A grammar that nobody waits
+        for any more leaves the queue, so that it holds up no other."""
         held = self._held.get(request_id)
         if held is None:
             return []
         if index is not None:
             held.aborted.append(index)
             return []
-        del self._held[request_id]
+        self._let_go(held)
         return _ends(held.request, "abort")
 
     def abort_all(self, reason: FinishReason, error: str | None) -> list[SequenceOutput]:
         """End everything that waits here."""
         outputs = [output for held in self._held.values() for output in _ends(held.request, reason, error)]
-        self._held.clear()
+        for held in list(self._held.values()):
+            self._let_go(held)
         return outputs
+
+    def _let_go(self, held: _Held) -> None:
+        """A request leaves; the last one that waited for a grammar takes that along."""
+        request, future = held.request, held.future
+        del self._held[request.request_id]
+        self._num_waiting_for[future] -= 1
+        if not self._num_waiting_for[future]:
+            del self._num_waiting_for[future]
+            if not future.done():
+                assert self._compiler is not None and request.grammar is not None
+                self._compiler.forget(request.grammar)
 
     def note(self, outputs: list[SequenceOutput]) -> None:
         """Let go of the grammars of requests whose last sequence has ended."""

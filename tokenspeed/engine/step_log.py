@@ -62,7 +62,7 @@ class StepLog:
             sum(row.num_tokens for row in prefills),
             sum(row.start for row in prefills if row.slot in admitted),
             stats.num_running,
-            stats.num_waiting,
+            stats.num_waiting + stats.num_compiling,
         )
 
     def _decode(self, stats: EngineStats) -> None:
@@ -78,5 +78,5 @@ class StepLog:
             stats.num_pages_total,
             stats.num_pages_used / max(stats.num_pages_total, 1),
             throughput,
-            stats.num_waiting,
+            stats.num_waiting + stats.num_compiling,
         )

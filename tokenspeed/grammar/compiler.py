@@ -40,7 +40,7 @@ _Key = tuple[str, str]
 
 
 class GrammarCompiler:
-    """See the module. `submit` and `compiled` may be called from any thread.
+    """See the module. `submit`, `forget` and `compiled` may be called from any thread.
 
     Args:
         backend: a name of `select.BACKENDS`.
@@ -98,6 +98,14 @@ class GrammarCompiler:
             if key not in self._running:
                 self._running[key] = self._threads.submit(self._compile, spec)
             return self._running[key]
+
+    def forget(self, spec: GrammarSpec) -> None:
+        """Nobody waits for this grammar any more: it is not compiled, unless that has begun."""
+        key = (spec.kind, spec.text)
+        with self._lock:
+            future = self._running.get(key)
+            if future is not None and future.cancel():
+                del self._running[key]
 
     def compiled(self, spec: GrammarSpec) -> CompiledGrammar | None:
         """What `submit` has made, None when it is not there (any more)."""

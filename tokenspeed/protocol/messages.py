@@ -151,6 +151,7 @@ class EngineStats(msgspec.Struct, tag="stats", kw_only=True):
     num_generated_tokens: int  # since start
     step_tokens: list[int]  # tokens of each forward since the last snapshot
     num_nan_aborted: int = 0
+    num_compiling: int = 0  # sequences that wait for their grammar, not in num_waiting
 
 
 class Ready(msgspec.Struct, tag="ready", kw_only=True):

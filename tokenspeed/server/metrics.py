@@ -172,7 +172,8 @@ class _EngineCollector(Collector):
             return
         pages = max(1, stats.num_pages_total)
         yield self._gauge("num_requests_running", "Sequences being computed.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.num_waiting)
+        waiting = stats.num_waiting + stats.num_compiling
+        yield self._gauge("num_requests_waiting", "Requests in the queue, or waiting for their grammar.", waiting)
         yield self._gauge(
             "kv_cache_usage_perc", "Share of pages held by requests, 0 to 1.", stats.num_pages_used / pages
         )
