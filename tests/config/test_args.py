@@ -84,6 +84,7 @@ EVERY_FIELD = {
     "enable_output_logprobs": True,
     "enable_nan_detection": True,
     "enable_cache_report": True,
+    "enable_chunked_prefill": True,
     "stream_output": True,
     "schedule_policy": "priority",
     "max_queue_len": 5,
@@ -153,6 +154,15 @@ def test_model_spellings(argv):
     assert parse_args(argv) == EngineArgs(model="m")
 
 
+def test_other_servers_spellings_of_what_is_the_case():
+    """vLLM's commands ended with exit code 2 for asking for what happens anyway."""
+    assert not parse_args(["--disable-log-requests"]).enable_log_requests
+    assert not parse_args(["--enable-log-requests", "--disable-log-requests"]).enable_log_requests
+    assert parse_args(["--disable-log-requests", "--enable-log-requests"]).enable_log_requests
+    assert parse_args(["--enable-prompt-tokens-details"]).enable_cache_report
+    assert parse_args(["--enable-chunked-prefill", "--chunked-prefill-size", "64"]).chunked_prefill_size == 64
+
+
 @pytest.mark.parametrize("name", ["--prefix-granularity", "--block-size"])
 def test_aliases_fill_one_field(name):
     assert parse_args([name, "32"]).prefix_granularity == 32
@@ -209,6 +219,7 @@ def test_origins_as_json_list():
         (["--max-num-batched-tokens=8192"], ["known flag --max-num-batched-tokens (", "--chunked-prefill-size"]),
         (["--mem-fraction-static", "0.9"], ["--gpu-memory-utilization"]),
         (["--no-enable-chunked-prefill"], ["known flag --no-enable-chunked-prefill", "-1"]),
+        (["--enable-chunked-prefill", "--chunked-prefill-size", "-1"], ["contradicts --chunked-prefill-size -1"]),
         (["--swap-space", "4"], ["recomputed"]),
         (["--speculative-config", "{}"], ["speculative decoding is not built yet"]),
         (["--tokenizer-cache-enable-l0"], ["gateway tokenizer cache"]),

@@ -209,6 +209,15 @@ class EngineArgs(DeviceArgs):
         special=(-1,),
         default_text="512 on a CPU, 8192 on a GPU",
     )
+    enable_chunked_prefill: bool = flag(
+        False,
+        "--enable-chunked-prefill",
+        MEMORY,
+        "Compute long prompts in chunks. The case unless `--chunked-prefill-size` is -1, with which it is refused; "
+        "accepted so that commands carry over.",
+        kind="on",
+        default_text="on, see `--chunked-prefill-size`",
+    )
     prefix_granularity: int | None = flag(
         None,
         "--prefix-granularity --block-size",
@@ -272,7 +281,7 @@ class EngineArgs(DeviceArgs):
     )
     enable_cache_report: bool = flag(
         False,
-        "--enable-cache-report",
+        "--enable-cache-report --enable-prompt-tokens-details",
         API,
         "Cached prompt tokens in `usage`. Always the case here; accepted so that commands carry over.",
         kind="on",
@@ -353,6 +362,10 @@ class EngineArgs(DeviceArgs):
         for name in ("model", "tokenizer", "host"):
             if getattr(self, name) == "":
                 raise ConfigError(f"--{name} is empty; give a value or leave the flag out")
+        if self.enable_chunked_prefill and self.chunked_prefill_size == -1:
+            raise ConfigError(
+                "--enable-chunked-prefill contradicts --chunked-prefill-size -1, which turns chunking off; drop one"
+            )
         # `--api-key "$KEY"` with an unset KEY would let `Authorization: Bearer` in.
         for spelled, values in (("--api-key", self.api_key), ("--served-model-name", self.served_model_name)):
             if not all(value.strip() for value in values):

@@ -59,6 +59,7 @@ class Flag:
         at_least, at_most: limits of a number, both included.
         special: values outside the limits that have a meaning of their own.
         default_text: the default in words, where it is chosen automatically.
+        more_off_names: other spellings of the `--no-` twin.
         is_exclusive: giving both the flag and its `--no-` twin is an error (otherwise the last one counts).
         is_secret: never printed.
         only_on: the kind of device that the flag has a meaning on; None = any.
@@ -77,6 +78,7 @@ class Flag:
     at_most: float | None = None
     special: tuple[float, ...] = ()
     default_text: str | None = None
+    more_off_names: tuple[str, ...] = ()
     is_exclusive: bool = False
     is_secret: bool = False
     only_on: Literal["cpu", "cuda"] | None = None
@@ -85,7 +87,9 @@ class Flag:
     @property
     def off_names(self) -> tuple[str, ...]:
         """The spellings that turn an `on_or_off` flag off."""
-        return tuple("--no-" + name[2:] for name in self.names) if self.kind == "on_or_off" else ()
+        if self.kind != "on_or_off":
+            return ()
+        return (*("--no-" + name[2:] for name in self.names), *self.more_off_names)
 
     @property
     def placeholder(self) -> str:
@@ -124,6 +128,7 @@ def flag(
     at_most: float | None = None,
     special: tuple[float, ...] = (),
     default_text: str | None = None,
+    more_off_names: tuple[str, ...] = (),
     is_exclusive: bool = False,
     is_secret: bool = False,
     only_on: Literal["cpu", "cuda"] | None = None,
@@ -143,6 +148,7 @@ def flag(
         at_most=at_most,
         special=special,
         default_text=default_text,
+        more_off_names=more_off_names,
         is_exclusive=is_exclusive,
         is_secret=is_secret,
         only_on=only_on,

@@ -147,8 +147,8 @@ _MEMORY = (
         ("--max-prefill-tokens", "token budget when chunking is off"),
     ),
     *_all(
-        "prompts are always chunked to --chunked-prefill-size; pass -1 there to turn chunking off",
-        ("--enable-chunked-prefill", "chunked prefill in vLLM's spelling"),
+        "prompts are chunked to --chunked-prefill-size; pass -1 there to turn chunking off",
+        ("--no-enable-chunked-prefill", "no chunked prefill in vLLM's spelling"),
     ),
     *_all(
         "use --kv-cache-memory-gb, in GiB, for the size of the KV cache, or --gpu-memory-utilization",
@@ -300,7 +300,6 @@ _PARALLELISM = (
 _LOGS = (
     *_all(
         "requests are logged only with --enable-log-requests; leave the flag out",
-        ("--disable-log-requests", "no log line a request in vLLM's spelling"),
         ("--log-requests-level", "detail of the request log"),
         ("--max-log-len", "length of a logged prompt"),
         ("--uvicorn-log-level", "separate log level of the HTTP server; use --log-level"),
@@ -313,10 +312,6 @@ _LOGS = (
     *_all(
         "this log is not built yet; `/metrics` has totals",
         ("--enable-log-request-stats", "one line of timings a request"),
-    ),
-    *_all(
-        "cached prompt tokens are always reported in `usage`; leave the flag out",
-        ("--enable-prompt-tokens-details", "cached tokens in usage, in vLLM's spelling"),
     ),
     *_all(
         "logprobs are always available; leave the flag out",

@@ -360,6 +360,7 @@ def _seed(args: EngineArgs, drawn_seed: int, choices: list[Choice]) -> int:
 
 _ALWAYS = {
     "enable_mixed_batch": ("--enable-mixed-batch", "on", "prompt and decode tokens always share steps here"),
+    "enable_chunked_prefill": ("--enable-chunked-prefill", "on", "off only with --chunked-prefill-size -1"),
     "enable_auto_tool_choice": ("--enable-auto-tool-choice", "on", "without tool_choice the model always decides here"),
     "disable_kvstore": ("--disable-kvstore", "off", "there is no host KV store in this version"),
     "enable_output_logprobs": ("--enable-output-logprobs", "on", "whoever asks for log-probabilities gets them here"),

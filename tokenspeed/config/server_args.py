@@ -121,7 +121,12 @@ class ServerArgs:
         "info", "--log-level", LOGS, "What is logged at least.", choices=("debug", "info", "warning", "warn", "error")
     )
     enable_log_requests: bool = flag(
-        False, "--enable-log-requests", LOGS, "One log line a request (without its text).", kind="on_or_off"
+        False,
+        "--enable-log-requests",
+        LOGS,
+        "One log line a request (without its text).",
+        kind="on_or_off",
+        more_off_names=("--disable-log-requests",),
     )
     enable_metrics: bool = flag(
         True, "--enable-metrics", LOGS, "Serve Prometheus metrics at `/metrics`.", kind="on_or_off"
