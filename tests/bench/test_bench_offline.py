@@ -13,6 +13,7 @@ from tokenspeed.bench import device, offline
 from tokenspeed.bench.bound import ExpertCost, model_cost
 from tokenspeed.bench.offline_args import LONG_LEN, SHORT_LEN, fit, needed_tokens, parse_offline
 from tokenspeed.bench.offline_engine import OfflineEngine
+from tokenspeed.bench.offline_report import DecodeRow, PrefillRow, beyond_ceilings
 from tokenspeed.config.args import EngineArgs
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.quantization import QuantizationConfig
@@ -362,3 +363,17 @@ def test_a_run_ends_in_one_line_of_json(tmp_path, capsys, monkeypatch):
     assert 0 < found["engine_start_s"] < found["process_to_ready_s"]
     assert any("decode, prompts of 16 tokens, temperature 0.6, top_k 20, top_p 0.95" in line for line in shown)
     assert any(line.startswith("start to ready:") for line in shown)
+    is_beyond = any(row["bound_with_kv_ms"] > row["tpot_ms"] for row in found["decode"])
+    assert any(line.startswith("warning: decode went beyond") for line in shown) == is_beyond
+
+
+@pytest.mark.parametrize(
+    ("bound_ms", "with_kv_ms", "warns"), [(9.0, 9.9, False), (9.0, 10.5, True), (11.0, 12.0, True)]
+)
+def test_a_time_below_its_bound_is_warned_of(bound_ms: float, with_kv_ms: float, warns: bool):
+    """103 % "of bound" stood in the table of a busy machine without a word."""
+    decode = DecodeRow(1, 10.0, [10.0], 100.0, 1, 1, bound_ms, with_kv_ms)
+    prefill = PrefillRow(1, 64, 10.0, [10.0], 6400.0, 1, with_kv_ms)
+    lines = beyond_ceilings([decode], [prefill], 2e10, 1e12)
+    assert [line.split()[1] for line in lines] == (["decode", "prefill"] if warns else [])
+    assert all("20.0 GB/s" in line for line in lines)

@@ -98,11 +98,34 @@ def show(report: OfflineReport) -> None:
         + (f" ({report.fp8_flop_per_s / 1e12:.2f} in fp8)" if report.fp8_flop_per_s else ""),
         highlight=False,
     )
+    for line in beyond_ceilings(report.decode, report.prefill, report.bytes_per_s, report.flop_per_s):
+        console.print(line, highlight=False)
     console.print(
         f"start to ready: {report.engine_start_s:.2f} s (from process start {report.process_to_ready_s:.2f} s)",
         highlight=False,
     )
     print(json.dumps(asdict(report)), flush=True)
+
+
+def beyond_ceilings(
+    decode: list[DecodeRow], prefill: list[PrefillRow], bytes_per_s: float, flop_per_s: float
+) -> list[str]:
+    """A line for each table with a time below its bound: then the ceiling was measured too low, and no fraction of that
+    table says what it seems to say."""
+    lines = []
+    if any(row.bound_with_kv_ms > row.tpot_ms for row in decode):
+        lines.append(_beyond("decode", f"{bytes_per_s / 1e9:.1f} GB/s"))
+    if any(row.of_bound > 1 for row in prefill):
+        rates = f"{flop_per_s / 1e12:.2f} TFLOP/s or {bytes_per_s / 1e9:.1f} GB/s"
+        lines.append(_beyond("prefill", rates))
+    return lines
+
+
+def _beyond(table: str, ceiling: str) -> str:
+    return (
+        f"warning: {table} went beyond 100 % of its bound: the measured ceiling, {ceiling}, is too low, because the machine "
+        "was busy or the model lies in its caches; the fractions mean nothing, measure again on a quiet machine"
+    )
 
 
 def _decode_table(report: OfflineReport) -> Table:
