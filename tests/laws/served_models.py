@@ -70,7 +70,7 @@ def write_served(folder: Path, family: str) -> str:
     scheme = scheme_for(config, ops)
     moe = None
     if config.moe is not None:
-        moe, _ = select_moe(moe_need(config, SINGLE, scheme.expert_format, ops, None), "auto", ops)
+        moe, _ = select_moe(moe_need(config, SINGLE, scheme.expert_format, ops), "auto", ops)
     model = build_model(config, SINGLE, scheme, ops, PagedAttentionBackend(ops), moe)
     generator = torch.Generator().manual_seed(29)
     tensors = {name: _drawn(name, shape, generator) for name, shape in model.expected_shapes().items()}

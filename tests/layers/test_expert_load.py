@@ -18,6 +18,7 @@ from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.layers.expert_weights import ExpertLoad
 from tokenspeed.layers.moe import SparseMLP
 from tokenspeed.models.qwen3_moe import EXAMPLE
+from tokenspeed.moe.dispatch import LocalDispatch
 from tokenspeed.moe.interface import Activation, ExpertFormat, ExpertWeights, Routing
 from tokenspeed.moe.select import SelectedMoe, moe_need
 from tokenspeed.protocol.errors import CheckpointError, ConfigError
@@ -44,7 +45,7 @@ def moe_of(layout: Layout, bias: bool = False) -> MoeConfig:
 
 def load_of(moe: MoeConfig, mesh: Mesh, scheme: Scheme) -> ExpertLoad:
     config: ModelConfig = msgspec.structs.replace(EXAMPLE, moe=moe, hidden_size=H)
-    return ExpertLoad(moe, mesh, moe_need(config, mesh, scheme.expert_format, OPS, None), scheme, OPS, "m.experts")
+    return ExpertLoad(moe, mesh, moe_need(config, mesh, scheme.expert_format, OPS), scheme, OPS, "m.experts")
 
 
 def scheme_of(format: ExpertFormat) -> Scheme:
@@ -230,8 +231,9 @@ def test_what_a_backend_does_not_take_is_named() -> None:
             raise CheckpointError("gate_up: an MXFP4 scale of 140")
 
     config = msgspec.structs.replace(EXAMPLE, moe=moe_of("interleaved"), hidden_size=H)
-    need = moe_need(config, SINGLE, "mxfp4", OPS, None)
-    layer = SparseMLP(config, SINGLE, scheme_of("mxfp4"), OPS, SelectedMoe(Refusing(), need), "model.layers.3.mlp")
+    need = moe_need(config, SINGLE, "mxfp4", OPS)
+    selected = SelectedMoe(Refusing(), need)
+    layer = SparseMLP(config, SINGLE, scheme_of("mxfp4"), OPS, selected, LocalDispatch(SINGLE), "model.layers.3.mlp")
     tensors = {name: torch.zeros(entry.shape) for name, entry in layer.entries().items()}
     for name, entry in layer.entries().items():
         entry.load(MemoryWeight(name, tensors[name]))

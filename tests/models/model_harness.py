@@ -128,7 +128,7 @@ def build_unloaded(
     scheme = scheme_for(config, ops, quantize)
     moe = None
     if config.moe is not None:
-        moe, _ = select_moe(moe_need(config, SINGLE, scheme.expert_format, ops, None), "auto", ops)
+        moe, _ = select_moe(moe_need(config, SINGLE, scheme.expert_format, ops), "auto", ops)
     return build_model(config, SINGLE, scheme, ops, backend, moe)
 
 

@@ -135,7 +135,7 @@ def with_tape(ops: Ops) -> tuple[Ops, Tape]:
 def build(config: ModelConfig, ops: Ops) -> Model:
     scheme, moe = scheme_for(config, ops), None
     if config.moe is not None:
-        moe, _ = select_moe(moe_need(config, SINGLE, scheme.expert_format, ops, None), "auto", ops)
+        moe, _ = select_moe(moe_need(config, SINGLE, scheme.expert_format, ops), "auto", ops)
     model = build_model(config, SINGLE, scheme, ops, PagedAttentionBackend(ops), moe)
     generator = torch.Generator().manual_seed(1)
     for name, rule in model.load_rules().items():

@@ -16,14 +16,14 @@ from tokenspeed.moe.select import BACKENDS, moe_need, select_moe
 from tokenspeed.protocol.errors import ConfigError
 
 OPS, _ = select_ops(Need(torch.device("cpu"), torch.float32))
-NEED = moe_need(EXAMPLE, SINGLE, "mxfp4", OPS, None)
+NEED = moe_need(EXAMPLE, SINGLE, "mxfp4", OPS)
 
 
 def test_need_says_what_the_config_says() -> None:
-    assert MoeNeed("cpu", torch.float32, 4, 2, 64, 96, "mxfp4", True, Activation(7.0, 1.702), None) == NEED
-    assert moe_need(EXAMPLE, Mesh(tp=Axis(1, 2)), "dense", OPS, None).intermediate_size == 48
+    assert MoeNeed("cpu", torch.float32, 4, 2, 64, 96, "mxfp4", True, Activation(7.0, 1.702)) == NEED
+    assert moe_need(EXAMPLE, Mesh(tp=Axis(1, 2)), "dense", OPS).intermediate_size == 48
     with pytest.raises(ConfigError, match="intermediate size of an expert is 96, which 5 ranks"):
-        moe_need(EXAMPLE, Mesh(tp=Axis(0, 5)), "dense", OPS, None)
+        moe_need(EXAMPLE, Mesh(tp=Axis(0, 5)), "dense", OPS)
 
 
 def test_auto_takes_what_runs_here_and_says_why_not_the_others() -> None:

@@ -88,7 +88,7 @@ class AbsentGpu:
         scheme = scheme_for(config, ops)
         moe = None
         if config.moe is not None:
-            moe, _ = select_moe(moe_need(config, SINGLE, scheme.expert_format, ops, (9, 0)), "auto", ops)
+            moe, _ = select_moe(moe_need(config, SINGLE, scheme.expert_format, ops), "auto", ops)
         self.model = build_model(config, SINGLE, scheme, ops, self._backend, moe)
         rules, raw = self.model.load_rules(), self.model.raw_names()
         for name, shape in self.model.expected_shapes().items():

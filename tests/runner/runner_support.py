@@ -191,8 +191,7 @@ def random_model(config: ModelConfig, ops: Ops, backend: PagedAttentionBackend, 
     scheme = scheme_for(config, ops)
     moe = None
     if config.moe is not None:
-        capability = torch.cuda.get_device_capability() if ops.device.type == "cuda" else None
-        moe, _ = select_moe(moe_need(config, SINGLE, scheme.expert_format, ops, capability), "auto", ops)
+        moe, _ = select_moe(moe_need(config, SINGLE, scheme.expert_format, ops), "auto", ops)
     model = build_model(config, SINGLE, scheme, ops, backend, moe)
     generator = torch.Generator().manual_seed(seed)
     for name, rule in model.load_rules().items():

@@ -201,5 +201,5 @@ def _shell(model: ModelConfig) -> Model:
     scheme = Unquantized(ops, "only counted")
     moe = None
     if model.moe is not None:
-        moe, _ = select_moe(moe_need(model, SINGLE, scheme.expert_format, ops, None), "auto", ops)
+        moe, _ = select_moe(moe_need(model, SINGLE, scheme.expert_format, ops), "auto", ops)
     return build_model(model, SINGLE, scheme, ops, backend, moe)

@@ -47,7 +47,6 @@ def moe_need(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> M
         format=expert_format(config),
         has_bias=moe.expert_bias,
         activation=Activation(moe.limit, moe.alpha),
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
     )
 
 

@@ -8,30 +8,19 @@ the first two and brought back after the third.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.config.moe import MoeConfig
-from tokenspeed.distributed.collectives import all_reduce
 from tokenspeed.distributed.mesh import Mesh
 from tokenspeed.kernels.ops import Ops
 from tokenspeed.layers.entry import Entries, Entry, join, read_exact
 from tokenspeed.layers.expert_weights import ExpertLoad
 from tokenspeed.layers.stream import Normed
-from tokenspeed.moe.interface import Experts, RouterRule, Routing
+from tokenspeed.moe.interface import Dispatch, Experts, Routed, RouterRule
 from tokenspeed.moe.select import SelectedMoe
-from tokenspeed.protocol.errors import CheckpointError, ConfigError
+from tokenspeed.protocol.errors import CheckpointError
 from tokenspeed.quantization.interface import Scheme, WeightTensor
-
-
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """Normed tokens [T, H] and where they go."""
-
-    x: torch.Tensor
-    routing: Routing
 
 
 class Router:
@@ -70,7 +59,7 @@ class Router:
 
     @property
     def max_fused_rows(self) -> int:
-        """Rows up to which the norm may be left to it."""
+        """Rows up to which the norm may be left to it, see `ops.Route`."""
         return self._route.max_fused_rows
 
     def __call__(self, x: torch.Tensor | Normed) -> Routed:
@@ -88,36 +77,10 @@ class Router:
         self._bias = read_exact(bias, self._shape[:1], self._ops)
 
 
-class LocalDispatch:
-    """Every rank has a part of every expert: tokens stay, partial results are summed over the tensor-parallel axis.
-
-    Raises:
-        ConfigError: the mesh spreads experts over ranks.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        if mesh.ep.size > 1:
-            raise ConfigError(f"an expert-parallel size of {mesh.ep.size} is not available in this version; use 1")
-        self._all_reduce = all_reduce(mesh.tp)
-
-    @property
-    def can_add(self) -> bool:
-        """Results are whole and may be added to the residual stream where they are made."""
-        return self._all_reduce is None
-
-    def send(self, routed: Routed) -> Routed:
-        """Tokens to the ranks of their experts."""
-        return routed
-
-    def collect(self, y: torch.Tensor) -> torch.Tensor:
-        """Results back to their tokens, [T, H]."""
-        return y if self._all_reduce is None else self._all_reduce(y)
-
-
 class ExpertsOut:
     """The experts of one layer as the end of a sublayer. Satisfies `stream.Out`."""
 
-    def __init__(self, dispatch: LocalDispatch) -> None:
+    def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
         self._experts: Experts | None = None
 
@@ -152,14 +115,21 @@ class SparseMLP:
     """
 
     def __init__(
-        self, config: ModelConfig, mesh: Mesh, scheme: Scheme, ops: Ops, selected: SelectedMoe, prefix: str
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        scheme: Scheme,
+        ops: Ops,
+        selected: SelectedMoe,
+        dispatch: Dispatch,
+        prefix: str,
     ) -> None:
         assert config.moe is not None, "a dense model has no expert layers"
         self._router = Router(config.hidden_size, config.moe, ops, f"{prefix}.{config.moe.router}")
         self._load = ExpertLoad(config.moe, mesh, selected.need, scheme, ops, f"{prefix}.experts")
         self._name = f"{prefix}.experts"
         self._selected = selected
-        self.out = ExpertsOut(LocalDispatch(mesh))
+        self.out = ExpertsOut(dispatch)
 
     def entries(self) -> Entries:
         return join((self._router.entries(), self._load.entries()))
@@ -178,7 +148,8 @@ class SparseMLP:
 
     @property
     def max_fused_rows(self) -> int:
-        """Rows up to which norm and residual addition cost no launch of their own."""
+        """Rows up to which norm and residual addition may be left to it. The addition then costs no launch of its own;
+        the norm may, where rows are more than the router takes at once."""
         return min(self._router.max_fused_rows, self.out.max_fused_rows)
 
     def __call__(self, x: torch.Tensor | Normed) -> Routed:

@@ -29,6 +29,7 @@ from tokenspeed.layers.norm import RMSNorm
 from tokenspeed.layers.rotary import Rotary
 from tokenspeed.layers.stream import Normed, Out, ResidualStream
 from tokenspeed.models.interface import LoadRule
+from tokenspeed.moe.dispatch import LocalDispatch
 from tokenspeed.moe.select import SelectedMoe
 from tokenspeed.protocol.errors import CheckpointError
 from tokenspeed.quantization.interface import Scheme
@@ -70,7 +71,7 @@ class DecoderLayer:
             self.mlp = GatedMLP(config, mesh, scheme, ops, f"{prefix}.mlp")
         else:
             assert moe is not None, "a model with expert layers is built with a MoE backend"
-            self.mlp = SparseMLP(config, mesh, scheme, ops, moe, f"{prefix}.mlp")
+            self.mlp = SparseMLP(config, mesh, scheme, ops, moe, LocalDispatch(mesh), f"{prefix}.mlp")
         self._parts: tuple[Layer, ...] = (self.input_norm, self.attention, self.post_norm, self.mlp)
 
     def entries(self) -> Entries:

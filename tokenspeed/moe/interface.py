@@ -1,11 +1,12 @@
 """What a mixture-of-experts layer asks of its three parts, and what a backend of expert kernels answers.
 
     route     x [T, H] -> the experts of every token and their weights        (op `route`)
-    dispatch  tokens to the ranks that hold their experts, results back       (`Dispatch`; alone on one rank)
+    dispatch  tokens to the ranks that hold their experts, results back       (`Dispatch`)
     experts   out[t] = sum over k of weight[t, k] * expert[ids[t, k]](x[t])   (`MoeBackend`)
 
-A backend is one file in this folder with a class that satisfies `MoeBackend`. `why_not` explains in words why it cannot
-serve a need. Weights come in one canonical order, whatever the checkpoint's; a backend repacks them once.
+A backend is one file in this folder with a class that satisfies `MoeBackend` (our own two share one). `why_not` says in
+words why it cannot serve a need. Weights come in one canonical order, whatever the checkpoint's; a backend repacks them
+once.
 """
 
 from __future__ import annotations
@@ -57,8 +58,33 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
+class Routed:
+    """Normed tokens [T, H] and where they go."""
+
+    x: torch.Tensor
+    routing: Routing
+
+
+class Dispatch(Protocol):
+    """Brings tokens to their experts and results back, in a layer of one rank."""
+
+    @property
+    def can_add(self) -> bool:
+        """Results are whole and may be added to the residual stream where they are made, without `collect`."""
+        ...
+
+    def send(self, routed: Routed) -> Routed:
+        """This rank's tokens -> those that its experts compute."""
+        ...
+
+    def collect(self, y: torch.Tensor) -> torch.Tensor:
+        """What this rank's experts gave -> the results of its tokens, [T, H]; y may be overwritten."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class MoeNeed:
-    """Everything that selection depends on; sizes are of one rank. `capability`: (9, 0) for Hopper, None on a CPU."""
+    """Everything that selection depends on; sizes are of one rank."""
 
     device: str
     dtype: torch.dtype
@@ -69,7 +95,6 @@ class MoeNeed:
     format: ExpertFormat
     has_bias: bool
     activation: Activation
-    capability: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -116,13 +141,12 @@ class Experts(Protocol):
 
 
 class MoeBackend(Protocol):
-    """One implementation of experts. `note`: what a user who gets it should know, for the log."""
+    """One implementation of experts."""
 
     name: ClassVar[str]
-    note: ClassVar[str | None]
 
-    @staticmethod
-    def why_not(need: MoeNeed) -> str | None:
+    @classmethod
+    def why_not(cls, need: MoeNeed) -> str | None:
         """None when it can serve the need, otherwise the reason in words."""
         ...
 

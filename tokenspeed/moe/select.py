@@ -16,8 +16,7 @@ from tokenspeed.config.moe_choices import WITHOUT_IMPLEMENTATION
 from tokenspeed.distributed.mesh import Mesh
 from tokenspeed.kernels.ops import Ops
 from tokenspeed.moe.interface import Activation, ExpertFormat, MoeBackend, MoeNeed
-from tokenspeed.moe.torch import TorchMoeBackend
-from tokenspeed.moe.triton import TritonMoeBackend
+from tokenspeed.moe.own import TorchMoeBackend, TritonMoeBackend
 from tokenspeed.protocol.errors import ConfigError
 
 BACKENDS: tuple[type[TritonMoeBackend] | type[TorchMoeBackend], ...] = (TritonMoeBackend, TorchMoeBackend)
@@ -32,9 +31,7 @@ class SelectedMoe:
     need: MoeNeed
 
 
-def moe_need(
-    config: ModelConfig, mesh: Mesh, format: ExpertFormat, ops: Ops, capability: tuple[int, int] | None
-) -> MoeNeed:
+def moe_need(config: ModelConfig, mesh: Mesh, format: ExpertFormat, ops: Ops) -> MoeNeed:
     """What one rank asks of a backend. `config` has expert layers; `format`: how the scheme keeps their matrices.
 
     Raises:
@@ -53,7 +50,6 @@ def moe_need(
         format=format,
         has_bias=moe.expert_bias,
         activation=Activation(moe.limit, moe.alpha),
-        capability=capability,
     )
 
 
@@ -80,8 +76,7 @@ def select_moe(need: MoeNeed, choice: str, ops: Ops) -> tuple[SelectedMoe, list[
     if not usable:
         raise ConfigError(f"no MoE backend can serve the experts of this model on {need.device}: {lost}")
     winner = usable[0]
-    note = "" if winner.note is None else f"; {winner.note}"
-    return SelectedMoe(winner(ops), need), [f"MoE backend: {winner.name}, {_described(need)} (not {lost}){note}"]
+    return SelectedMoe(winner(ops), need), [f"MoE backend: {winner.name}, {_described(need)} (not {lost})"]
 
 
 def _without_op(need: MoeNeed, ops: Ops) -> str | None:

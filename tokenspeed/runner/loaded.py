@@ -93,7 +93,7 @@ def _experts(config: EngineConfig, scheme: Scheme, ops: Ops) -> tuple[SelectedMo
     """What runs the experts and the lines for the log; nothing in a dense model."""
     if config.model.moe is None:
         return None, []
-    need = moe_need(config.model, SINGLE, scheme.expert_format, ops, _capability(config))
+    need = moe_need(config.model, SINGLE, scheme.expert_format, ops)
     return select_moe(need, config.moe_backend, ops)
 
 

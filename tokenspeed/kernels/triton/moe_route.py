@@ -21,10 +21,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed.kernels.registry import Implementation, Need
 from tokenspeed.kernels.triton.pointwise import rms_norm
+from tokenspeed.kernels.triton.small_linear import MAX_ROWS
 from tokenspeed.moe.interface import RouterRule, Routing
 
 FUSED_ROWS = 16
-"""Tokens up to which one launch does everything."""
+"""Tokens up to which one launch does everything, the norm included; above, two, and one more for a norm."""
 _FULL_CARD = 1024
 """Programs of the fused kernel that fit on an H200 at a time, roughly."""
 
@@ -328,7 +329,9 @@ def choose_tile(num_tokens: int, num_experts: int, width: int) -> FusedTile | Sp
 class TritonRoute:
     """`kernels.ops.Route`."""
 
-    max_fused_rows = 64
+    max_fused_rows = MAX_ROWS
+    """As far as a layer's linears go, though above `FUSED_ROWS` the norm is a launch of its own here too: what the
+    sublayer before adds to the stream needs none then."""
 
     def __init__(self, device: torch.device, pdl: bool) -> None:
         self._counters = make_counters(device)
