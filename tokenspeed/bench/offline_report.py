@@ -123,8 +123,8 @@ def beyond_ceilings(
 
 def _beyond(table: str, ceiling: str) -> str:
     return (
-        f"warning: {table} went beyond 100 % of its bound: the measured ceiling, {ceiling}, is too low, because the machine "
-        "was busy or the model lies in its caches; the fractions mean nothing, measure again on a quiet machine"
+        f"warning: {table} went beyond 100 % of its bound: the measured ceiling, {ceiling}, is too low, because the "
+        "machine was busy or the model lies in its caches; the fractions mean nothing, measure again on a quiet machine"
     )
 
 

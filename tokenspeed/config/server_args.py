@@ -155,6 +155,6 @@ class ServerArgs:
         False,
         "--dry-run",
         LOGS,
-        "Print the resolved configuration with the reason of each choice, and leave.",
+        "Print the resolved configuration with the reason of each choice that is made before the start, and leave.",
         kind="on",
     )
