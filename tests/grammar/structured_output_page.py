@@ -52,6 +52,9 @@ def page() -> str:
     lines.append("")
     lines.append("Refused wherever they stand: " + ", ".join(f"`{key}`" for key in UNSUPPORTED) + ".")
     lines.append("Enforced formats: " + ", ".join(f"`{name}`" for name in sorted(FORMATS)) + "; others are ignored.")
+    lines.append(
+        "Dates are days that there are, leap years included; the other formats are shapes (a second may be 60)."
+    )
     lines.append("With llguidance also refused: `propertyNames`.")
     return PAGE.read_text().split(MARK)[0] + MARK + "\n" + "\n".join(lines) + "\n"
 

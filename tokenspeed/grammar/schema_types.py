@@ -26,6 +26,17 @@ FORMATS = frozenset(
 )  # fmt: skip
 """Formats that are enforced; another is an annotation, as the standard has it, and says nothing."""
 
+_DATE = (
+    r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
+"""Days that there are: RFC 3339, appendix C for leap years."""
+
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:(?:[0-5][0-9]|60)(?:\.[0-9]+)?(?:Z|[+\-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_CALENDAR = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{_TIME}$"}
+"""Formats of which xgrammar knows only the shape: it takes 31 days for any month. As patterns both libraries obey."""
+
 STRING_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
 NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 ARRAY_KEYWORDS = ("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "unevaluatedItems")
@@ -107,6 +118,8 @@ def string_of(own: Schema, where: str) -> Schema:
             own["pattern"] = whole(own["pattern"])
         except GrammarError as error:
             raise GrammarError(f"{where}/pattern: {error}") from None
+    if own.get("format") in _CALENDAR:
+        own["pattern"] = _CALENDAR[own.pop("format")]
     check_order(own, "minLength", "maxLength", where)
     return own
 
