@@ -292,6 +292,11 @@ def show(report: Report) -> None:
         f"bound of a decode step: {report.weight_bytes / 1e6:.1f} MB of weights at "
         f"{report.read_bandwidth_gb_s:.1f} GB/s = {report.bound_decode_tok_s:.0f} steps/s"
     )
+    if any(row.decode_tok_s > report.bound_decode_tok_s for row in report.rounds):
+        console.print(
+            "warning: a stream was faster than the bound, so the bandwidth was measured too low (was the machine busy?); "
+            "measure again on a quiet machine"
+        )
 
 
 def plot(report: Report, path: str) -> None:
