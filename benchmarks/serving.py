@@ -294,7 +294,7 @@ def show(report: Report) -> None:
     )
     if any(row.decode_tok_s > report.bound_decode_tok_s for row in report.rounds):
         console.print(
-            "warning: a stream was faster than the bound, so the bandwidth was measured too low (was the machine busy?); "
+            "warning: a stream was faster than the bound, so the bandwidth was measured too low (a busy machine?); "
             "measure again on a quiet machine"
         )
 
