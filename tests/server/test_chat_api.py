@@ -108,6 +108,15 @@ async def test_logprobs(http: httpx.AsyncClient, engine: FakeClient):
     assert engine.requests[-1].sampling.logprobs == 0
 
 
+@pytest.mark.parametrize("value", [21, 1_000_000, -1])
+async def test_a_wrong_top_logprobs_is_called_by_its_name(http: httpx.AsyncClient, value: int):
+    """The bug: the answer said that logprobs, which was true, is 1000000."""
+    response = await http.post(URL, json=chat(logprobs=True, top_logprobs=value))
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == "top_logprobs"
+    assert error["message"] == f"top_logprobs is {value}, it must be between 0 and 20"
+
+
 async def test_token_ids_and_prompt_logprobs(http: httpx.AsyncClient):
     body = (await http.post(URL, json=chat(return_token_ids=True, prompt_logprobs=1))).json()
     assert body["choices"][0]["token_ids"] == [*b"hello", EOS]
@@ -231,7 +240,7 @@ CALLING: list[Any] = [
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "send one"),
         ({"n": 0}, "n", "between 1 and 128"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs = true"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs", "20"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         ({"logprobs": 3}, "logprobs", "expected bool"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream = true"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "streamed"),

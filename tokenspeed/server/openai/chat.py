@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 
 from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.protocol.sampling import MAX_LOGPROBS
 from tokenspeed.server.body import read_json, to_struct
 from tokenspeed.server.context import ServerContext, generate
 from tokenspeed.server.openai.answer import answer, stream_rules
@@ -128,6 +129,10 @@ def parse(fields: dict[str, Any]) -> ChatRequest:
     check_stream(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs is only for logprobs = true", param="top_logprobs")
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"top_logprobs is {body.top_logprobs}, it must be between 0 and {MAX_LOGPROBS}", param="top_logprobs"
+        )
     if (
         body.max_tokens is not None
         and body.max_completion_tokens is not None
