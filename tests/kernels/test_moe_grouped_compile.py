@@ -91,7 +91,7 @@ def mma(block_m, tile, activation, is_up):
     assert int(re.search("([0-9]+) bytes spill stores", notes)[1]) <= (64 if block_m == 64 else 0), notes
     assert "serialized" not in notes, notes
     assert "wgmma.mma_async.sync.aligned.m64n" in ptx and "f32.e4m3.e5m2" in ptx and "f32.e4m3.e4m3" in ptx
-    assert "cvt.rn.satfinite.e5m2x2" not in ptx, "see moe_mxfp4_mma.split_low"
+    assert "cvt.rn.satfinite.e5m2x2" not in ptx, "see moe_mxfp4.low_bits"
     assert built.metadata.shared <= 227 * 1024
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from expert_layers import (
     CLAMPED,
     HOPPER,
@@ -24,7 +26,7 @@ from kernel_device import DEVICE, KIND, ON_GPU
 
 from tokenspeed.kernels.triton.moe_align import MAX_SMALL_PAIRS, group_pairs
 from tokenspeed.kernels.triton.moe_grouped import combine, expert_matrix
-from tokenspeed.kernels.triton.moe_mxfp4 import pack_mxfp4
+from tokenspeed.kernels.triton.moe_mxfp4 import low_bits, pack_mxfp4
 from tokenspeed.kernels.triton.moe_mxfp4_mma import (
     MmaTile,
     SplitRows,
@@ -32,6 +34,7 @@ from tokenspeed.kernels.triton.moe_mxfp4_mma import (
     hidden_scale,
     mma_down,
     mma_gate_up,
+    scaled_row,
     split_rows,
     why_no_mma,
 )
@@ -138,6 +141,54 @@ def test_rows_of_zeros_and_of_tiny_numbers() -> None:
     joined = split_rows(x, HOPPER).joined(0)
     assert not joined[0].any() and joined.isfinite().all()
     assert float(joined[1, 5]) == pytest.approx(1e-38, rel=0.05)
+
+
+@triton.jit
+def _low_kernel(x_ptr, bits_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(bits_ptr + at, low_bits(tl.load(x_ptr + at)))
+
+
+def lows_of(x: torch.Tensor) -> torch.Tensor:
+    """Through `low_bits`, as float32; a multiple of 1024 numbers."""
+    bits = torch.empty(x.shape, dtype=torch.int8, device=DEVICE)
+    _low_kernel[(x.numel() // 1024,)](x.to(DEVICE), bits, BLOCK=1024)
+    return bits.view(torch.float8_e5m2).float()
+
+
+def test_low_parts_are_the_nearest_e5m2() -> None:
+    """All float16 numbers below 2^15, of which every e5m2 has a neighbourhood: halves go away from zero."""
+    size = torch.arange(0x7800, dtype=torch.int16).view(torch.float16).double()
+    every = torch.arange(0x7C, dtype=torch.int8).view(torch.float8_e5m2).double()
+    above = torch.searchsorted(every, size, right=False).clamp(min=1)
+    low, high = every[above - 1], every[above]
+    nearest = torch.where(size - low < high - size, low, high).float()
+    assert torch.equal(lows_of(size.float()).cpu(), nearest)
+    assert torch.equal(lows_of(-size.float()).cpu(), -nearest)
+    x = torch.randn(4096) * 2.0 ** torch.randint(-8, 4, (4096,))  # bits below float16's
+    assert ((lows_of(x).cpu() - x).abs() <= x.abs() * 2.0**-3 * (1 + 2.0**-7) + 2.0**-17).all()
+
+
+@triton.jit
+def _scaled_kernel(x_ptr, y_ptr, inverse_ptr, K: tl.constexpr):
+    cols = tl.arange(0, K)
+    y, inverse = scaled_row(tl.load(x_ptr + tl.program_id(0) * K + cols))
+    tl.store(y_ptr + tl.program_id(0) * K + cols, y)
+    tl.store(inverse_ptr + tl.program_id(0), inverse)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_nan_before_it_becomes_e4m3(value: float) -> None:
+    """e4m3 has a NaN and no infinity."""
+    x = torch.randn(3, 64, device=DEVICE) * torch.tensor([[1e-20], [1.0], [1e20]], device=DEVICE)
+    x[1, 7] = value
+    y, inverse = torch.empty_like(x), torch.empty(3, device=DEVICE)
+    _scaled_kernel[(3,)](x, y, inverse, K=64)
+    assert y.isnan().nonzero().tolist() == [[1, 7]] and y.isfinite().sum() == 3 * 64 - 1
+    for row in (0, 2):
+        assert 128 <= float(y[row].abs().max()) < 256
+        assert torch.equal(y[row] * inverse[row], x[row])
+        assert torch.frexp(inverse[row]).mantissa == 0.5, "a power of two"
 
 
 @pytest.mark.skipif(not ON_GPU, reason="Triton's interpreter has no NaN of 8 bits")

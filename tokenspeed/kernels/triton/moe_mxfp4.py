@@ -99,6 +99,16 @@ def _checked_scales(codes: torch.Tensor, scales: torch.Tensor, what: str) -> tor
 
 
 @triton.jit
+def low_bits(rest):
+    """float32 -> the bits of an e5m2, halves away from zero, of numbers far below its largest; NaN -> anything finite.
+
+    By way of float16, whose upper byte an e5m2 is, and by hand: ptxas 12.8 with Triton 3.6 gives garbage for the pairs
+    of `cvt.rn.satfinite.e5m2x2.f32` that `.to(tl.float8e5)` becomes. Gluon compiles the same function for itself."""
+    half = rest.to(tl.float16).to(tl.int16, bitcast=True)
+    return ((half + 128) >> 8).to(tl.int8)
+
+
+@triton.jit
 def _times_scale(bits, word, block):
     """float32 bits of codes times 2^-126, exactly times 2^126 and 2^(scale - 127); block [..] of 0 to 3."""
     factor = (((word >> (block * 8)) & 255) << 23).to(tl.float32, bitcast=True)

@@ -17,8 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenspeed.kernels.triton.moe_mxfp4 import low_bits
+
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_low_bits = gluon.jit(low_bits.fn)
 _view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
@@ -180,8 +183,7 @@ def _store_hidden(
         h = h * H_SCALE
         high = h.to(gl.float8e4nv)
         gl.store(y_ptr + where, high, mask=mask)
-        rest = (h - high.to(gl.float32)).to(gl.float16).to(gl.int16, bitcast=True)
-        low = ((rest + 128) >> 8).to(gl.int8).to(gl.float8e5, bitcast=True)  # see `moe_mxfp4_mma.split_low`
+        low = _low_bits(h - high.to(gl.float32)).to(gl.float8e5, bitcast=True)
         gl.store(y_low_ptr + where, low, mask=mask)
     else:
         gl.store(y_ptr + where, h.to(y_ptr.dtype.element_ty), mask=mask)

@@ -42,6 +42,7 @@ from tokenspeed.kernels.triton.moe_align import (
     num_shares,
 )
 from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix
+from tokenspeed.kernels.triton.moe_mxfp4 import low_bits
 from tokenspeed.moe.interface import Activation, MoeNeed
 
 try:
@@ -95,29 +96,26 @@ def why_no_mma(capability: tuple[int, int], is_cuda: bool = True) -> str | None:
 
 
 @triton.jit
-def split_low(rest):
-    """float32 -> e5m2, halves away from zero, of numbers far below its largest; NaN -> anything finite.
-
-    By way of float16, whose upper byte an e5m2 is, and by hand: ptxas 12.8 with Triton 3.6 gives garbage for the pairs
-    of `cvt.rn.satfinite.e5m2x2.f32` that `.to(tl.float8e5)` becomes."""
-    half = rest.to(tl.float16).to(tl.int16, bitcast=True)
-    return ((half + 128) >> 8).to(tl.int8).to(tl.float8e5, bitcast=True)
+def scaled_row(x):
+    """x [K] float32 -> y = x / inverse, the largest in [128, 256), and inverse, a power of two; infinite -> NaN."""
+    largest = tl.max(tl.abs(x), axis=0)
+    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 255, 8)
+    scale = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
+    inverse = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
+    # e4m3 has no infinity, the conversion would make the largest number of it.
+    return tl.where(tl.abs(x) == float("inf"), float("nan"), x * scale), inverse
 
 
 @triton.jit
 def _split_row(x_ptr, high_ptr, low_ptr, inverse_ptr, row, K: tl.constexpr, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row.to(tl.int64) * K + cols, mask=cols < K, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(x), axis=0)
-    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 255, 8)
-    scale = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
-    inverse = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
-    # e4m3 has no infinity, the conversion would make the largest number of it.
-    y = tl.where(tl.abs(x) == float("inf"), float("nan"), x * scale)
+    y, inverse = scaled_row(x)
     high = y.to(tl.float8e4nv)
     where = row.to(tl.int64) * K + cols
     tl.store(high_ptr + where, high, mask=cols < K)
-    tl.store(low_ptr + where, split_low(y - high.to(tl.float32)), mask=cols < K)
+    low = low_bits(y - high.to(tl.float32)).to(tl.float8e5, bitcast=True)
+    tl.store(low_ptr + where, low, mask=cols < K)
     tl.store(inverse_ptr + row, inverse)
 
 
