@@ -260,7 +260,7 @@ class Many:
     """A compiler and its grammars: slot n may sample the token n; `fail` and `nap_s` are of filling together."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fail, self.nap_s, self.num_together = False, 0.0, 0
+        self.fail, self.nap_s, self.num_together, self.num_calls = False, 0.0, 0, 0
         self.slow: set[int] = set()
         self._now_s = 0.0
         for clock in ("perf_counter", "thread_time"):
@@ -282,6 +282,8 @@ class Many:
         if self.fail:
             raise RuntimeError("one of them")
         self.num_together = len(matchers)
+        self.num_calls += 1
+        self._now_s += self.nap_s
         for matcher, row in zip(matchers, rows, strict=True):
             matcher.fill(row)
 
@@ -318,6 +320,54 @@ def test_many_masks_are_filled_together(monkeypatch: pytest.MonkeyPatch):
     many.slow = set()
     filled()
     assert constraints.rows(slots) == [0, 1, 2, 3, 4, 5, 7]
+
+
+def test_a_grammar_that_is_slow_now_and_then_is_charged(monkeypatch: pytest.MonkeyPatch):
+    """The bug: what a slow mask took of the time of all was charged to nobody. Each was timed by itself at its next
+    token, where a grammar that alternates was quick, and went back among the others for the slow one behind that."""
+    many = Many(monkeypatch)
+    constraints = Constraints(many, VOCAB)  # type: ignore[arg-type]
+    slots = [0, 1, 2, 4, 5, 6]
+    for slot in slots:
+        constraints.admit(admission(slot, spec(str(slot))))
+    faults: dict[int, Fault] = {}
+    for step in range(20):
+        many.slow = {6} if step % 2 == 0 else set()
+        constraints.fill(slots, constraints.rows(slots))
+        for slot in slots:
+            found = constraints.accept(slot, slot)
+            if found is not None:
+                faults.setdefault(slot, found)
+        assert many.num_together == (6 if step == 0 else 5)
+    assert list(faults) == [6] and "ambiguous" in faults[6].error
+
+
+def test_a_slow_mask_among_others_costs_twice(monkeypatch: pytest.MonkeyPatch):
+    """All have waited for it when they were filled together, and again for the one filled by itself."""
+    many = Many(monkeypatch)
+    constraints = Constraints(many, VOCAB)  # type: ignore[arg-type]
+    for slot in (0, 1, 2, 4):
+        constraints.admit(admission(slot, spec(str(slot))))
+    many.slow = {4}
+    constraints.fill([0, 1, 2, 4], [0, 1, 2, 3])
+    credits = [constraints._slots[slot].credit_s for slot in (0, 1, 2, 4)]
+    assert credits == pytest.approx([0.25, 0.25, 0.25, 0.15])
+
+
+def test_nobody_is_charged_where_each_is_quick(monkeypatch: pytest.MonkeyPatch):
+    """Too few cores for so many: then they are filled one by one for a while."""
+    many = Many(monkeypatch)
+    many.nap_s = 0.05
+    constraints = Constraints(many, VOCAB)  # type: ignore[arg-type]
+    slots = [0, 1, 2, 4]
+    for slot in slots:
+        constraints.admit(admission(slot, spec(str(slot))))
+    for num_calls in (1, 2):
+        for _ in range(1 + constraints_module.APART_TOKENS):
+            words = constraints.fill(slots, [0, 1, 2, 3]).view(np.uint32)
+            assert words[:, 0].tolist() == [1 << slot for slot in slots]
+            assert many.num_calls == num_calls
+    assert all(constraints.accept(slot, slot) is None for slot in slots)
 
 
 def test_a_grammar_that_is_gone_fails_its_row_only():

@@ -33,6 +33,9 @@ MIN_TOGETHER = 4
 SLOW_S = 0.001
 """A mask of more is filled, and charged, by itself; usual is a tenth."""
 
+APART_TOKENS = 16
+"""For so many tokens behind a slow mask, a sequence's are filled by themselves."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -106,14 +109,14 @@ class _Slot:
         reasoning: None when there is none, or no more.
         error: why the sequence cannot go on.
         credit_s: CPU seconds left to spend.
-        is_slow: its mask is filled by itself, and the time taken.
+        num_apart: masks still to be filled by themselves, timed.
     """
 
     matcher: Matcher | None
     reasoning: _Reasoning | None = None
     error: Fault | None = None
     credit_s: float = CREDIT_S
-    is_slow: bool = False
+    num_apart: int = 0
 
     @property
     def is_active(self) -> bool:
@@ -213,43 +216,53 @@ class Constraints:
         """Masks of `slots[row]` for each of `rows` (see `rows`): [len(rows), ceil(V / 32)], a bit a token."""
         words = np.empty((len(rows), self._num_words), dtype=np.int32)
         mine = [self._slots[slots[row]] for row in rows]
-        together = self._fill_together(mine, words)
+        together, was_slow = self._fill_together(mine, words)
+        done = frozenset() if was_slow else together
         for place, slot in enumerate(mine):
-            if place in together:
+            if place in done:
                 continue
             if slot.reasoning is not None:
                 words[place] = self._reasoning_mask(slot.reasoning)
                 continue
-            begin_s = time.thread_time()
-            if not slot.fill(words[place]):
-                words[place] = -1
-            took_s = time.thread_time() - begin_s
-            slot.credit_s -= took_s
-            slot.is_slow = took_s > SLOW_S
+            self._fill_apart(slot, words[place], num_fills=2 if place in together else 1)
+        if was_slow and not any(mine[place].num_apart for place in together):
+            for place in together:  # many that are each quick: nothing is won by filling them together
+                mine[place].num_apart = APART_TOKENS
         return words
 
-    def _fill_together(self, slots: Sequence[_Slot], words: NDArray[np.int32]) -> frozenset[int]:
-        """Fill the rows of those that are usually quick, on several cores. Returns their places, none when they are few
-        or one of them failed. When it took long, each is timed by itself at its next token."""
+    def _fill_apart(self, slot: _Slot, row: MaskRow, num_fills: int) -> None:
+        """Fill one mask and charge for it. A slow one has been waited for `num_fills` times."""
+        begin_s = time.thread_time()
+        if not slot.fill(row):
+            row[:] = -1
+        took_s = time.thread_time() - begin_s
+        is_slow = took_s > SLOW_S
+        slot.credit_s -= took_s * num_fills if is_slow else took_s
+        slot.num_apart = APART_TOKENS if is_slow else max(0, slot.num_apart - 1)
+
+    def _fill_together(self, slots: Sequence[_Slot], words: NDArray[np.int32]) -> tuple[frozenset[int], bool]:
+        """Fill the rows of those that are usually quick, on several cores.
+
+        Returns:
+            Their places, none when they are few or one of them failed; and whether it took long. Then each has to be
+            filled by itself now: at its next token whoever was slow may be quick (a grammar can alternate).
+        """
         places, matchers = [], []
         for place, slot in enumerate(slots):
             matcher = slot.matcher
-            if slot.reasoning is None and not slot.is_slow and matcher is not None and not matcher.is_terminated:
+            if slot.reasoning is None and not slot.num_apart and matcher is not None and not matcher.is_terminated:
                 places.append(place)
                 matchers.append(matcher)
         if len(places) < MIN_TOGETHER or self._compiler is None:
-            return frozenset()
+            return frozenset(), False
         filled = np.empty((len(places), self._num_words), dtype=np.int32)
         begin_s = time.perf_counter()
         try:
             self._compiler.fill_all(matchers, filled)
         except Exception:  # of one matcher, no matter which
-            return frozenset()
-        if time.perf_counter() - begin_s > SLOW_S * (1 + len(places) / 8):
-            for place in places:
-                slots[place].is_slow = True
+            return frozenset(), False
         words[places] = filled
-        return frozenset(places)
+        return frozenset(places), time.perf_counter() - begin_s > SLOW_S * (1 + len(places) / 8)
 
     def accept(self, slot: int, token_id: int) -> Fault | None:
         """A slot has sampled a token. Returns why the sequence cannot go on, or None. Any slot may be named."""
