@@ -194,6 +194,12 @@ def test_layout_is_found_in_the_files(tmp_path: Path, names: list[str], layout: 
             },
             "modules_to_not_convert is ['model.layers.3.mlp.experts'], expected no experts in it",
         ),
+        (
+            GPT_OSS,
+            {"quantization_config": {"quant_method": "quark"}},
+            "asks for 'quark', which is not supported (fp8, compressed-tensors and modelopt are, with e4m3 weights, "
+            "and mxfp4 for experts); use the model as first published or, if it has no experts, a GGUF file of it",
+        ),
         (GPT_OSS, {"quantization_config": {"quant_method": "fp8"}}, "quantization by fp8 is not read for GptOss"),
         (QWEN, {"quantization_config": GPT_OSS["quantization_config"]}, "mxfp4 is read for GptOssForCausalLM only"),
         (QWEN, {"mlp_only_layers": [4]}, "mlp_only_layers is [4], expected a list of layers from 0 to 3"),

@@ -14,6 +14,7 @@ from tokenspeed.config.gpu import GpuInfo
 from tokenspeed.config.gpu_choices import UNRECORDABLE_ATTENTION, capture_ladder, exact_ladder, memory_utilization
 from tokenspeed.config.model import ModelConfig, RopeConfig
 from tokenspeed.config.resolve import resolve
+from tokenspeed.models.qwen3_moe import EXAMPLE as QWEN3_MOE
 from tokenspeed.protocol.errors import ConfigError
 
 GIB = 2**30
@@ -68,6 +69,14 @@ def test_the_defaults_of_an_h200():
     assert "NVIDIA H200, 140 GiB, compute capability 9.0" in reason(config, "--device")
     assert all(choice.value and choice.reason for choice in config.choices)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
+
+
+@pytest.mark.parametrize("backend", ["auto", "deep_gemm"])
+def test_float16_for_experts_that_do_not_compute_in_it(backend: str):
+    """Whatever backend is asked for: the advice must not be one that refuses them as well."""
+    args = EngineArgs(dtype="half", moe_backend=backend, quantization="fp8")
+    with pytest.raises(ConfigError, match=r"no MoE backend computes in float16; use --dtype bfloat16$"):
+        engine(args, model=QWEN3_MOE)
 
 
 def test_without_a_gpu_auto_is_the_cpu_and_says_why():

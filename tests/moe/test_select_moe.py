@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tokenspeed.config import moe_choices
+from tokenspeed.config.quantization import QuantizationConfig
 from tokenspeed.distributed.mesh import SINGLE, Axis, Mesh
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.models.gpt_oss import EXAMPLE
@@ -82,6 +83,28 @@ def test_flag_of_another_device(device, there: str, here: str) -> None:
         ConfigError, match=f"--moe-backend {there} cannot run on .*: it is for .*use one of: auto, {here}$"
     ):
         moe_choices.check(there, device, True)
+
+
+@pytest.mark.parametrize(
+    ("stored", "on_load", "kept"),
+    [
+        (QuantizationConfig(method="mxfp4", granularity="group", activations="none"), None, "MXFP4"),
+        (QuantizationConfig(method="fp8", granularity="block", activations="dynamic"), None, "e4m3"),
+        (None, "fp8", "e4m3"),
+    ],
+)
+def test_float16_and_experts_in_fewer_bits(stored: QuantizationConfig | None, on_load: str | None, kept: str) -> None:
+    """No backend serves them, so the advice is another dtype and not a backend."""
+    for has_experts, dtype in ((False, "float16"), (True, "bfloat16"), (True, "float32")):
+        moe_choices.check_dtype(dtype, has_experts, stored, on_load)
+    with pytest.raises(ConfigError, match=rf"kept in {kept}.* float16; use --dtype bfloat16$"):
+        moe_choices.check_dtype("float16", True, stored, on_load)
+
+
+def test_float16_and_experts_that_are_widened_while_they_load() -> None:
+    channel = QuantizationConfig(method="fp8", granularity="channel", activations="dynamic")
+    for stored in (None, channel):
+        moe_choices.check_dtype("float16", True, stored, None)
 
 
 def test_a_model_without_experts_refuses_the_flag() -> None:

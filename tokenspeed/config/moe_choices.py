@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from tokenspeed.config.backend_names import AUTO, BackendNames
+from tokenspeed.config.quantization import QuantizationConfig
 from tokenspeed.protocol.errors import ConfigError
 
 CPU_BACKENDS = ("torch",)
@@ -30,6 +31,28 @@ WITHOUT_IMPLEMENTATION = {
 """Names of the public contract that have no implementation here: name -> reason."""
 
 NAMES = BackendNames("--moe-backend", {"cpu": CPU_BACKENDS, "cuda": GPU_BACKENDS}, WITHOUT_IMPLEMENTATION)
+
+
+def check_dtype(dtype: str, has_experts: bool, stored: QuantizationConfig | None, quantize_on_load: str | None) -> None:
+    """Before `check`, whose advice names backends.
+
+    Args:
+        stored: how the checkpoint's weights are quantized.
+    Raises:
+        ConfigError: float16 with experts that are kept in fewer bits: no backend computes them in it.
+    """
+    if dtype != "float16" or not has_experts:
+        return
+    kept = None
+    if stored is not None and stored.method == "mxfp4":
+        kept = "MXFP4"
+    elif quantize_on_load == "fp8" or (stored is not None and stored.granularity == "block"):
+        kept = "e4m3 with a scale a block"
+    if kept is not None:
+        raise ConfigError(
+            f"--dtype is float16, and this model's experts are kept in {kept}, which no MoE backend computes in "
+            "float16; use --dtype bfloat16"
+        )
 
 
 def check(choice: str, device: Literal["cpu", "cuda"], has_experts: bool) -> None:

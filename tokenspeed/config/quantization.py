@@ -106,7 +106,7 @@ def _read(fields: Fields) -> Quantization:
     raise CheckpointError(
         f"{fields.where}: {fields.prefix.rstrip('.')} asks for {method!r}, which is not supported (fp8, "
         "compressed-tensors and modelopt are, with e4m3 weights, and mxfp4 for experts); "
-        "use the unquantized model or a GGUF file of it"
+        "use the model as first published or, if it has no experts, a GGUF file of it"
     )
 
 

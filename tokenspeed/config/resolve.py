@@ -111,8 +111,10 @@ def _engine(
     kind = _device(args, device, choices)
     _refuse_flags_of_other_devices(args, kind)
     attention_backend = attention_choices.settle(args.attention_backend, kind, choices)
-    moe_choices.check(args.moe_backend, kind, model.moe is not None)
     dtype = _dtype(args, model, device, choices) if kind == "cpu" else _gpu_dtype(args, model, choices)
+    quantizes = quantize_on_load(args, model)
+    moe_choices.check_dtype(dtype, model.moe is not None, model.quantization, quantizes)
+    moe_choices.check(args.moe_backend, kind, model.moe is not None)
     kv_cache_dtype = kv_dtype(args, model, dtype, choices)
     room = _room(args, model, device, kind, kv_cache_dtype, allow_longer_context, choices)
     return EngineConfig(
@@ -122,7 +124,7 @@ def _engine(
         device=kind,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
-        quantize_on_load=quantize_on_load(args, model),
+        quantize_on_load=quantizes,
         max_model_len=room.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=room.step_tokens,

@@ -170,14 +170,14 @@ class TritonExpertKernels:
         """See `ExpertKernels.why_not`."""
         if need.format == "mxfp4":
             if need.dtype == torch.float16:
-                return "MXFP4 experts are widened to bfloat16, the dtype is float16"
+                return "MXFP4 experts are not computed in float16; use --dtype bfloat16"
             for what, size in (("hidden", need.hidden_size), ("intermediate", need.intermediate_size)):
                 if size % BLOCK:
                     return f"the {what} size {size} is not a multiple of MXFP4's block of {BLOCK}"
         if need.hidden_size % 16 or need.intermediate_size % 16:
             return f"the sizes {need.hidden_size} and {need.intermediate_size} are not multiples of 16"
         if need.format == "fp8_block" and need.dtype == torch.float16:
-            return "e4m3 experts are widened to bfloat16, the dtype is float16"
+            return "e4m3 experts are not computed in float16; use --dtype bfloat16"
         return None
 
     def pack(self, weights: ExpertWeights, need: MoeNeed) -> TritonExperts:

@@ -92,8 +92,8 @@ def _checked_scales(codes: torch.Tensor, scales: torch.Tensor, what: str) -> tor
     is_zero = ((codes & 0x77).view(*scales.shape, BLOCK // 2) == 0).all(dim=-1)
     if bool(((scales > MAX_SCALE) & ~is_zero).any()):
         raise CheckpointError(
-            f"{what}: an MXFP4 scale of {largest} (2^{largest - 127}); these kernels are exact up to {MAX_SCALE} "
-            f"(2^{MAX_SCALE - 127}); serve it with another --moe-backend"
+            f"{what}: an MXFP4 scale of {largest} (2^{largest - 127}); the kernels of a GPU are exact up to "
+            f"{MAX_SCALE} (2^{MAX_SCALE - 127}); serve it with --device cpu"
         )
     return torch.where(is_zero, torch.zeros_like(scales), scales)
 
