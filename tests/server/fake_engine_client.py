@@ -11,7 +11,7 @@ from tokenspeed.config.model import ModelConfig, RopeConfig
 from tokenspeed.engine.interface import GenerationEvent, GenerationRequest, LogprobEntry
 from tokenspeed.grammar.select import KINDS
 from tokenspeed.protocol.errors import EngineDead, InvalidRequest, Overloaded
-from tokenspeed.protocol.messages import CommandName, EngineStats, ProfileOptions
+from tokenspeed.protocol.messages import CommandName, EngineStats, KVGroup, ProfileOptions
 
 BOS, EOS, IM_START = 256, 257, 258
 SPECIAL = {BOS: "<bos>", EOS: "<eos>", IM_START: "<|im_start|>"}
@@ -81,6 +81,8 @@ class FakeClient:
         self.template_text = ""
         self.template_variables: frozenset[str] = frozenset()
         self.grammar_kinds = frozenset(KINDS["xgrammar"])
+        self.kv_capacity_tokens = 900
+        self.kv_groups = [KVGroup(name="full", window=None, sequence_pages=4, kept_tokens=900)]
         self.reply = reply
         self.chunk = 1
         self.delay_s = 0.0

@@ -227,6 +227,9 @@ async def test_check(http: httpx.AsyncClient, engine: FakeClient):
 async def test_version_info_and_schema(http: httpx.AsyncClient):
     assert (await http.get("/version")).json() == {"version": tokenspeed.__version__}
     assert (await http.get("/get_model_info")).json()["architecture"] == "LlamaForCausalLM"
+    cache = (await http.get("/get_server_info")).json()["kv_cache"]
+    group = {"name": "full", "window": None, "sequence_pages": 4, "kept_tokens": 900}
+    assert cache == {"capacity_tokens": 900, "groups": [group]}
     for page in ("/docs", "/redoc"):  # they told browsers to fetch scripts from elsewhere
         assert (await http.get(page)).status_code == 404
     schema = (await http.get("/openapi.json")).json()

@@ -56,11 +56,13 @@ def sequence_capacity(groups: list[GroupSpec], step_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupProfile:
-    """One group's share: `sequence_pages` pages for a sequence of the profile's length while it decodes."""
+    """One group's share: `sequence_pages` pages for a sequence of the profile's length while it decodes, `kept_tokens`
+    for as many such sequences as the pool holds."""
 
     name: str
     window: int | None
     sequence_pages: int
+    kept_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class CacheProfile:
         """One line for the log."""
         groups = ", ".join(
             f"{group.name} ({'all tokens' if group.window is None else f'window {group.window}'}): "
-            f"{group.sequence_pages} pages"
+            f"{group.sequence_pages} pages, of the full pool {group.kept_tokens} tokens"
             for group in self.groups
         )
         compared = ""
@@ -111,7 +113,11 @@ def cache_profile(groups: list[GroupSpec], sequence_len: int, step_tokens: int) 
     pool = groups[0]
     pages = -(-sequence_len // pool.page_size)
     # A decoding sequence: one token coming, one in flight whose page cannot have left yet.
-    profiles = tuple(GroupProfile(g.name, g.window, group_pages(g, sequence_len, 2)) for g in groups)
+    each = [group_pages(group, sequence_len, 2) for group in groups]
+    profiles = tuple(
+        GroupProfile(group.name, group.window, mine, pool.num_pages * mine // sum(each) * pool.page_size)
+        for group, mine in zip(groups, each, strict=True)
+    )
     tokens = pool.num_pages * pages * pool.page_size
     return CacheProfile(
         pool_bytes=pool.num_pages * pool.page_bytes,
@@ -119,7 +125,7 @@ def cache_profile(groups: list[GroupSpec], sequence_len: int, step_tokens: int) 
         page_size=pool.page_size,
         num_pages=pool.num_pages,
         sequence_len=sequence_len,
-        context_tokens=tokens // sum(group.sequence_pages for group in profiles),
+        context_tokens=tokens // sum(each),
         full_layout_tokens=tokens // (pages * len(groups)),
         alone_tokens=sequence_capacity(groups, step_tokens),
         groups=profiles,

@@ -92,6 +92,7 @@ class AsyncEngineClient:
         self.template_text = template.text
         self.template_variables = template.variables()
         self.grammar_kinds: frozenset[GrammarKind] = frozenset(ready.grammar_kinds)
+        self.kv_capacity_tokens, self.kv_groups = ready.kv_capacity_tokens, ready.kv_groups
         self.ready = ready
         self._tokenizer = tokenizer
         self._template = template

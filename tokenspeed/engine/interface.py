@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.protocol.grammar import GrammarKind, GrammarSpec
-from tokenspeed.protocol.messages import CommandName, EngineStats, FinishReason, ProfileOptions
+from tokenspeed.protocol.messages import CommandName, EngineStats, FinishReason, KVGroup, ProfileOptions
 from tokenspeed.protocol.sampling import SamplingParams
 
 
@@ -112,6 +112,8 @@ class EngineClient(Protocol):
         template_text: Jinja text of the model's chat templates, "" without one. Tells which parsers fit.
         template_variables: the names that they read.
         grammar_kinds: what an output may be held to.
+        kv_capacity_tokens: tokens of context that many sequences have together while they decode.
+        kv_groups: what a full pool holds for each group of layers.
     """
 
     model_config: ModelConfig
@@ -120,6 +122,8 @@ class EngineClient(Protocol):
     template_text: str
     template_variables: frozenset[str]
     grammar_kinds: frozenset[GrammarKind]
+    kv_capacity_tokens: int
+    kv_groups: list[KVGroup]
 
     def render_chat(
         self,

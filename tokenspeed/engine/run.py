@@ -17,7 +17,7 @@ from tokenspeed.engine.channel import EngineEnd
 from tokenspeed.engine.core import EngineCore
 from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.errors import CheckpointError, ConfigError
-from tokenspeed.protocol.messages import Fatal, Ready
+from tokenspeed.protocol.messages import Fatal, KVGroup, Ready
 from tokenspeed.runner.interface import Runner
 from tokenspeed.scheduler.scheduler import Scheduler
 
@@ -101,12 +101,20 @@ def _scheduler(config: EngineConfig, groups: list[GroupSpec]) -> Scheduler:
 
 
 def _ready(config: EngineConfig, runner: Runner) -> Ready:
+    cache = cache_profile(runner.groups, config.max_model_len, config.max_num_batched_tokens)
     return Ready(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        kv_capacity_tokens=cache_profile(
-            runner.groups, config.max_model_len, config.max_num_batched_tokens
-        ).context_tokens,
+        kv_capacity_tokens=cache.context_tokens,
+        kv_groups=[
+            KVGroup(
+                name=group.name,
+                window=group.window,
+                sequence_pages=group.sequence_pages,
+                kept_tokens=group.kept_tokens,
+            )
+            for group in cache.groups
+        ],
         vocab_size=config.model.vocab_size,
         report=[f"{choice.name}={choice.value}: {choice.reason}" for choice in config.choices] + list(runner.report),
         grammar_kinds=[] if runner.grammars is None else list(runner.grammars.kinds),

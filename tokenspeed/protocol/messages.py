@@ -154,6 +154,15 @@ class EngineStats(msgspec.Struct, tag="stats", kw_only=True):
     num_compiling: int = 0  # sequences that wait for their grammar, not in num_waiting
 
 
+class KVGroup(msgspec.Struct, kw_only=True):
+    """Layers whose caches live by one rule, and what a full pool holds for them; see `cache.capacity.GroupProfile`."""
+
+    name: str
+    window: int | None  # tokens that a query sees, None = all
+    sequence_pages: int  # of a sequence of `max_model_len` tokens while it decodes
+    kept_tokens: int
+
+
 class Ready(msgspec.Struct, tag="ready", kw_only=True):
     """The engine can take requests. Sent once, first."""
 
@@ -162,6 +171,7 @@ class Ready(msgspec.Struct, tag="ready", kw_only=True):
     kv_capacity_tokens: int
     vocab_size: int
     report: list[str]  # what was chosen and why, for the log
+    kv_groups: list[KVGroup] = []
     grammar_kinds: list[GrammarKind] = []  # what an output may be held to; none where constrained decoding is off
 
 

@@ -116,12 +116,15 @@ def _add_operations(routes: APIRouter, context: ServerContext) -> None:
 
     @routes.get("/get_server_info", **documented("Operations"))
     async def get_server_info() -> Response:
-        """The server's settings (without keys) and the engine's newest numbers."""
+        """The server's settings (without keys), what the KV cache holds and the engine's newest numbers."""
         settings: dict[str, Any] = {
             name: getattr(context.config, name) for name in context.config.__struct_fields__ if name != "api_keys"
         }
         settings["has_api_keys"] = bool(context.config.api_keys)
-        return json_response({"version": tokenspeed.__version__, "server": settings, "engine": client.stats})
+        cache = {"capacity_tokens": client.kv_capacity_tokens, "groups": client.kv_groups}
+        return json_response(
+            {"version": tokenspeed.__version__, "server": settings, "kv_cache": cache, "engine": client.stats}
+        )
 
 
 async def _command(
