@@ -11,9 +11,12 @@ Bound     on an H200 4.26 TB/s for few tokens; for many the instructions around 
 Numbers   x[t] = (high + low) * inverse[t], inverse a power of two that brings the row's largest to [128, 256); high =
           e4m3(y), low = e5m2(y - high): together all bits of a bfloat16 down to 2^-13 of the row's largest, below that
           wrong by at most 2^-20 of it. h is clamped by the activation's limit L, so that its scale is known before:
-          the power of two below 448 / (L (L + 1)); gate and up write both parts. Without a limit, or with one above 20,
-          h is written in bfloat16 and split by row like x. NaN stays NaN; an infinite x becomes NaN. A sum overflows
-          where 2^8 times it over the row's largest would: earlier than in float32, far beyond any model's numbers.
+          the power of two below 448 / (L (L + 1)), 8 for GPT-OSS; gate and up write both parts. No row of h can make it
+          larger: below 2^-6 over the scale, 2^-9, the error of h is absolute, at most 2^-17. Of a row's norm, with
+          normal gates, 1.3e-3 at a deviation of 1 to 0.01, 6.7e-3 at 1e-3, 5e-2 at 1e-4. Without a limit, or with one
+          above 20, h is written in bfloat16 and split by row like x. NaN stays NaN; an infinite x becomes NaN. A sum
+          overflows where 2^8 times it over the row's largest would: earlier than in float32, far beyond any model's
+          numbers.
 Errors    of float32's result at GPT-OSS' sizes on an H200, norm by norm: h 1.3e-3, the layer in bfloat16 2.1e-3, which
           is 1.7e-3 to 2.9e-3 by way of bfloat16.
 
