@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from importlib.util import find_spec
 
 import msgspec
 import pytest
@@ -130,20 +129,19 @@ def test_e4m3_linears_have_scales_by_row_and_by_block(setting):
 
 
 def test_sampling_is_timed_greedy_and_filtered(setting):
-    """Each device has one sampler."""
+    """By a CPU's own sampler and by the reference; both take the same arguments."""
     need = Need(setting.device, setting.dtype)
-    able = [found for found in SAMPLERS if found.why_not(need) is None]
-    assert [found.name for found in able] == ["torch"]
-    on_gpu = [found.name for found in SAMPLERS if found.why_not(Need(torch.device("cuda"), torch.bfloat16)) is None]
-    assert on_gpu == (["triton"] if find_spec("triton") else [])
+    able = [found for found in (*discover(), *SAMPLERS) if found.op == SAMPLING and found.why_not(need) is None]
+    assert [found.name for found in able] == ["reference", "torch_cpu"]
+    assert SAMPLERS[0].why_not(Need(torch.device("cuda"), torch.bfloat16)) is not None
     found = [case for case in cases(setting, SAMPLING) or [] if case.rows == 3]
     assert [case.shape for case in found] == [
         "320, greedy", "320, no filter", "320, top_k 20, top_p 0.95", "320, top_p 0.95"
     ]  # fmt: skip
     for case in found:
         assert case.num_bytes == 3 * 320 * 4
-        (drawn,) = {call().shape for call in case.make(able[0].make(need))}
-        assert drawn == (3,)
+        drawn = {call().shape for one in able for call in case.make(one.make(need))}
+        assert drawn == {(3,)}
     assert not [case for case in cases(setting, SAMPLING) or [] if case.rows == 20]
 
 
@@ -191,12 +189,12 @@ def test_a_run_ends_in_one_line_of_json(tmp_path, capsys, monkeypatch, setting):
     monkeypatch.setattr(device, "CPU_MATMUL_SIZE", 64)
     argv = ["--model-config", str(write_config(tmp_path)), "--rows", "1", "--prefill", "none", "--context", "16",
             "--repeats", "1", "--num-threads", "1", "--dtype", "float32", "--device", "cpu",
-            "--kv-cache-dtype", "fp8", "--ops", "rms_norm,linear,block_linear,paged_attention,sampling"]  # fmt: skip
+            "--kv-cache-dtype", "fp8", "--ops", "rms_norm,linear,block_linear,paged_attention,sample_rows"]  # fmt: skip
     assert kernels.run(argv) == 0
     *shown, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
     rows = found["rows"]
-    assert {row["op"] for row in rows} >= {"rms_norm", "linear", "paged_attention", "sampling"}
+    assert {row["op"] for row in rows} >= {"rms_norm", "linear", "paged_attention", "sample_rows"}
     assert (found["kv_cache_dtype"], found["page_size"]) == ("float8_e4m3fn", 16)
     assert "reference" in {row["implementation"] for row in rows}
     for op in ("rms_norm", "linear"):

@@ -18,7 +18,7 @@ from attention_cases import attention_case
 from tokenspeed.attention.interface import AttentionBatch
 from tokenspeed.kernels.reference import attention as reference_attention
 from tokenspeed.kernels.reference import pointwise
-from tokenspeed.kernels.registry import OPTIONAL, REQUIRED, Implementation, Need, discover
+from tokenspeed.kernels.registry import OPTIONAL, REQUIRED, SLOT_OPS, Implementation, Need, discover
 
 CPU = torch.device("cpu")
 HERE = [CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])]
@@ -83,13 +83,13 @@ def check(ours: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> None:
 
 def test_every_required_op_has_a_reference_that_never_refuses() -> None:
     references = {found.op: found for found in discover() if found.name == "reference"}
-    assert set(references) == {*REQUIRED, "route", "experts"}
+    assert set(references) == {*REQUIRED, *SLOT_OPS, "route", "experts"}
     assert all(found.why_not(Need(torch.device("meta"), torch.float16)) is None for found in references.values())
 
 
 @pytest.mark.parametrize("found", discover(), ids=lambda found: f"{found.op}-{found.name}")
 def test_an_implementation_serves_or_says_why_not(found: Implementation) -> None:
-    assert found.op in REQUIRED + OPTIONAL
+    assert found.op in REQUIRED + OPTIONAL + SLOT_OPS
     for device in (*HERE, torch.device("meta")):
         for dtype in (*TOLERANCE, torch.float64):
             reason = found.why_not(Need(device, dtype))

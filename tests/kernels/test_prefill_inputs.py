@@ -8,7 +8,8 @@ import pytest
 import torch
 from kernel_device import DEVICE
 
-from tokenspeed.kernels.triton.step_inputs import RecordedInputs, SlotTables, decode_inputs, prefill_inputs
+from tokenspeed.kernels.slot_ops import RecordedInputs, SlotTables
+from tokenspeed.kernels.triton.step_inputs import decode_inputs, prefill_inputs
 
 PAGE_SIZE, SLOTS, LENGTH, SCRATCH_SLOT, SCRATCH_PAGE = 4, 6, 700, 5, 900
 UNTOUCHED = -5

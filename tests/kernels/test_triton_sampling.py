@@ -8,7 +8,8 @@ import pytest
 import torch
 from kernel_device import DEVICE, ON_GPU
 
-from tokenspeed.kernels.triton.sampling import SlotSampling, masked_rows, sample_rows
+from tokenspeed.kernels.slot_ops import SlotSampling
+from tokenspeed.kernels.triton.sampling import masked_rows, sample_rows
 
 VOCAB = 5000 if ON_GPU else 4200  # more than one chunk of the drawing kernel
 

@@ -24,8 +24,7 @@ from tokenspeed.attention.triton import TritonAttentionBackend
 from tokenspeed.cache.spec import GroupSpec, group_layers
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.distributed.mesh import SINGLE
-from tokenspeed.kernels.registry import Need, select_ops
-from tokenspeed.kernels.triton.sampling import masked_rows, sample_rows
+from tokenspeed.kernels.registry import Need, select_ops, select_slot_ops
 from tokenspeed.models.registry import build_model
 from tokenspeed.moe.select import moe_need, select_moe
 from tokenspeed.protocol.step import Row, StepPlan
@@ -84,6 +83,7 @@ class AbsentGpu:
         config = msgspec.structs.replace(config, max_position=max_model_len)
         ops, _ = select_ops(Need(torch.device("cuda"), torch.bfloat16))
         self._ops = ops = replace(ops, device=CPU)
+        self._slot_ops, _ = select_slot_ops(Need(torch.device("cuda"), torch.bfloat16))
         self._backend = TritonAttentionBackend(ops)
         scheme = scheme_for(config, ops)
         moe = None
@@ -102,7 +102,8 @@ class AbsentGpu:
         self._sampling = SlotParameters(max_num_seqs + 1, CPU).sampling
 
     def capture(self, decode: tuple[int, ...], prefill: tuple[int, ...]) -> None:
-        parts = (self.model, self._backend, _Recorder(), self._state, self._sampling, self._scratch_slot, True)
+        slots = (self._slot_ops, _Recorder(), self._state, self._sampling, self._scratch_slot)
+        parts = (self.model, self._backend, *slots)
         DecodeGraphs(*parts).capture(decode, True)
         PrefillGraphs(*parts).capture(prefill)
         for dtype in (torch.float32, torch.bfloat16):  # as `Drawing.warm_up`
@@ -121,7 +122,7 @@ class AbsentGpu:
         hidden = self.model.forward(inputs.token_ids, inputs.positions, inputs.batch, wanted)
         logits = self.model.logits(hidden)
         where = torch.zeros(len(last), dtype=torch.int32)
-        sample_rows(logits, where, wanted, self._sampling, self._state.token_ids, True)
+        self._slot_ops.sample_rows(logits, where, wanted, self._sampling, self._state.token_ids)
         self._redraw(logits.bfloat16())
 
     def _redraw(self, logits: torch.Tensor) -> None:
@@ -129,8 +130,8 @@ class AbsentGpu:
         count = len(logits)
         words = torch.zeros(count, -(-self._vocab_size // 32), dtype=torch.int32)
         slots, positions = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int64)
-        for edited in (masked_rows(logits, positions, words), logits.float()):
-            sample_rows(edited, slots, positions, self._sampling, self._state.token_ids, True)
+        for edited in (self._slot_ops.masked_rows(logits, positions, words), logits.float()):
+            self._slot_ops.sample_rows(edited, slots, positions, self._sampling, self._state.token_ids)
 
     def rows(self, *lengths: int, start: int = 0) -> StepPlan:
         rows = [Row(slot, start, length, ([],) * len(self.groups), True, False) for slot, length in enumerate(lengths)]

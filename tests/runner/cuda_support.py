@@ -1,5 +1,5 @@
 """A GPU runner to test, with stand-ins where there is no GPU: `torch.cuda` does everything at once, a graph remembers
-the forward that was recorded, and sampling is torch's (the kernel has its own tests)."""
+the forward that was recorded, and every kernel is the reference."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from runner_support import PAGE_SIZE, random_model, tiny_model
 from tokenspeed.attention.paged import PagedAttentionBackend
 from tokenspeed.cache.spec import group_layers
 from tokenspeed.config.model import ModelConfig
-from tokenspeed.kernels.registry import Need, select_ops
-from tokenspeed.kernels.triton.sampling import SlotSampling
+from tokenspeed.kernels.registry import Need, select_ops, select_slot_ops
+from tokenspeed.kernels.slot_ops import SlotOps
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import RowResult, StepPlan, StepResult
-from tokenspeed.runner import cuda_runner, drawing, grammar_rows, launched_step, slot_graphs
+from tokenspeed.runner import cuda_runner, grammar_rows, launched_step
 from tokenspeed.runner.cuda_runner import CudaModelRunner, GraphPlan
 from tokenspeed.runner.decode_graphs import DecodeGraphs
 from tokenspeed.runner.interface import Pending
@@ -94,33 +94,6 @@ class UnpinnedTorch:
         return torch.empty(*shape, dtype=dtype)
 
 
-def masked_rows(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """Stands for the kernel."""
-    allowed = ((masks[:, :, None] >> torch.arange(32)) & 1).flatten(1)[:, : logits.shape[1]].bool()
-    return logits[rows].masked_fill(~allowed, float("-inf"))
-
-
-def sample_rows(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    sampling: SlotSampling,
-    token_ids: torch.Tensor,
-    pdl: bool,
-) -> torch.Tensor:
-    """Stands for the kernel: a draw depends on logits, seed and position alone."""
-    assert not pdl
-    chosen = []
-    for scores, slot, position in zip(logits.float(), slots.tolist(), positions.tolist(), strict=True):
-        temperature = float(sampling.temperature[slot])
-        if temperature > 0:
-            generator = torch.Generator().manual_seed(1000 * int(sampling.seed[slot]) + position)
-            scores = scores / temperature - torch.rand(scores.shape, generator=generator).log().neg().log()
-        chosen.append(-1 if scores.isnan().any() else int(scores.argmax()))
-        token_ids[slot, position] = max(chosen[-1], 0)
-    return torch.tensor(chosen, dtype=torch.int32)
-
-
 @pytest.fixture(name="recording")
 def recording_fixture(monkeypatch: pytest.MonkeyPatch) -> Recording:
     recording = Recording()
@@ -129,10 +102,6 @@ def recording_fixture(monkeypatch: pytest.MonkeyPatch) -> Recording:
     monkeypatch.setattr(cuda_runner, "torch", UnpinnedTorch())
     monkeypatch.setattr(launched_step, "torch", UnpinnedTorch())
     monkeypatch.setattr(grammar_rows, "torch", UnpinnedTorch())
-    monkeypatch.setattr(drawing, "masked_rows", masked_rows)
-    monkeypatch.setattr(cuda_runner, "has_pdl", lambda device: False)
-    for module in (drawing, slot_graphs):
-        monkeypatch.setattr(module, "sample_rows", sample_rows)
     for kind in (DecodeGraphs, PrefillGraphs):
 
         def remember(self: Any, *buffers: Any, forward: Any = kind._forward) -> Any:
@@ -144,9 +113,17 @@ def recording_fixture(monkeypatch: pytest.MonkeyPatch) -> Recording:
     return recording
 
 
+def slot_ops() -> SlotOps:
+    return select_slot_ops(Need(DEVICE, torch.float32))[0]
+
+
 @contextlib.contextmanager
 def opened(
-    graphs: GraphPlan, recording: Recording, config: ModelConfig = LLAMA, grammars: Any = None
+    graphs: GraphPlan,
+    recording: Recording,
+    config: ModelConfig = LLAMA,
+    grammars: Any = None,
+    on_slots: SlotOps | None = None,
 ) -> Iterator[CudaModelRunner]:
     """A runner that has recorded its graphs."""
     need = Need(DEVICE, torch.float32)
@@ -157,7 +134,8 @@ def opened(
     shape = (config.num_kv_heads, config.head_dim)
     model.bind_kv(list(allocate(model.cache_specs(), groups, *shape, torch.float32, DEVICE)))
     loaded = LoadedModel(model, ops, backend, [])
-    runner = CudaModelRunner(loaded, groups, Limits(SLOTS, LENGTH, config.vocab_size), graphs, grammars)
+    limits = Limits(SLOTS, LENGTH, config.vocab_size)
+    runner = CudaModelRunner(loaded, on_slots or slot_ops(), groups, limits, graphs, grammars)
     try:
         runner.capture()
         yield runner

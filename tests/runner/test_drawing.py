@@ -20,13 +20,13 @@ from cuda_support import (
     opened,
     recording_fixture,  # noqa: F401
     run,
+    slot_ops,
 )
 from runner_support import Plans
 
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import StepResult
-from tokenspeed.runner import drawing
 from tokenspeed.runner.cuda_runner import GraphPlan
 from tokenspeed.runner.interface import Pending
 
@@ -76,17 +76,17 @@ def test_edits_of_logits_are_followed(graphs: GraphPlan, recording: Recording) -
     assert decoded(graphs, recording, wanted, banned=(17,))[:4] == [18, 18, 17, 17]
 
 
-def test_capture_does_what_no_warm_up_step_does(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_does_what_no_warm_up_step_does(recording: Recording) -> None:
     """Masks over the head's own logits were compiled by the first constrained request."""
     seen: list[torch.dtype] = []
-    kernel = drawing.masked_rows
+    ops = slot_ops()
 
     def noted(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
         seen.append(logits.dtype)
-        return kernel(logits, rows, masks)
+        return ops.masked_rows(logits, rows, masks)
 
-    monkeypatch.setattr(drawing, "masked_rows", noted)
-    with opened(GraphPlan(sizes=(1,)), recording) as runner:
+    noting = replace(ops, masked_rows=noted)
+    with opened(GraphPlan(sizes=(1,)), recording, on_slots=noting) as runner:
         assert set(seen) == {torch.float32}, "of a float32 model"
         assert float(runner._drawing.sampling.temperature[SLOTS]) == 0, "padding rows are greedy"
 

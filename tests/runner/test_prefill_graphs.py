@@ -19,8 +19,8 @@ from runner_support import random_model, tiny_model, with_windows
 from tokenspeed.attention.paged import PagedAttentionBackend
 from tokenspeed.cache.spec import group_layers
 from tokenspeed.config.model import ModelConfig
-from tokenspeed.kernels.registry import Need, select_ops
-from tokenspeed.kernels.triton.registered import PagedAttention, has_pdl
+from tokenspeed.kernels.registry import Need, select_ops, select_slot_ops
+from tokenspeed.kernels.triton.registered import PagedAttention
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, Row
 from tokenspeed.runner.device_state import DeviceState
@@ -81,7 +81,6 @@ class Bench:
         if triton and not ON_GPU:
             ops = replace(ops, paged_attention=PagedAttention(DEVICE, pdl=False))
         assert ops.recorder is not None
-        pdl = ON_GPU and has_pdl(DEVICE)
         self.backend = PagedAttentionBackend(ops)
         self.model = random_model(config, ops, self.backend, seed=3)
         self.groups = [replace(g, num_pages=NUM_PAGES) for g in group_layers(self.model.cache_specs(), PAGE_SIZE)]
@@ -90,9 +89,8 @@ class Bench:
         self.pages = self.fresh_pages()
         self.state = DeviceState(NUM_SLOTS + 1, LENGTH, self.groups, DEVICE)
         self.parameters = SlotParameters(NUM_SLOTS + 1, DEVICE)
-        self.graphs = Remembered(
-            self.model, self.backend, ops.recorder, self.state, self.parameters.sampling, NUM_SLOTS, pdl
-        )
+        slots = (select_slot_ops(need)[0], ops.recorder, self.state, self.parameters.sampling, NUM_SLOTS)
+        self.graphs = Remembered(self.model, self.backend, *slots)
         with torch.inference_mode():
             self.model.bind_kv(list(self.pages))
             self.graphs.capture(sizes)

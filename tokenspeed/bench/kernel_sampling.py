@@ -1,7 +1,7 @@
 """Cases of drawing one token a row for `kernel_cases`: greedy, and with the filters of most chats.
 
-No operation of the registry: a GPU's steps draw by `kernels.triton.sampling`, a CPU's by the functions of
-`sampling.filters`. So both are named as implementations here.
+A CPU's engine draws by the functions of `sampling.filters`, with other random numbers: named here as an implementation
+beside those of the registry, which keep requests in slots.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
-from typing import Protocol
 
 import torch
 
 from tokenspeed.bench.kernel_setting import Call, Case, Setting
 from tokenspeed.kernels.registry import Implementation, Need
+from tokenspeed.kernels.slot_ops import SampleRows, SlotSampling
 from tokenspeed.sampling.filters import DrawParams, draw
 
-SAMPLING = "sampling"
+SAMPLING = "sample_rows"
 DEVIATION = 4.0
 """Of the normal logits: about as peaked as a language model that is in doubt."""
 
@@ -41,71 +40,59 @@ class Filters:
 KINDS = (Filters(0.0), Filters(1.0), Filters(0.7, top_k=20, top_p=0.95), Filters(0.7, top_p=0.95))
 
 
-class Draw(Protocol):
-    """What an implementation is, once made."""
-
-    def __call__(self, logits: torch.Tensor, filters: Filters) -> Call:
-        """logits [R, V] -> what draws a token a row from them."""
-        ...
-
-
 def sampling_cases(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
     """Of `rows` requests; of a prompt there is one row, as of one decode."""
     vocab = at.config.vocab_size
     num_bytes = rows * vocab * at.element_bytes
 
-    def make(op: Draw, filters: Filters) -> list[Call]:
-        return [op(at.random(rows, vocab) * DEVIATION, filters) for _ in at.copies(num_bytes)]
+    def make(op: SampleRows, filters: Filters) -> list[Call]:
+        return [_call(op, at.random(rows, vocab) * DEVIATION, filters) for _ in at.copies(num_bytes)]
 
     for filters in KINDS if is_decode else ():
         yield Case(SAMPLING, f"{vocab}, {filters}", rows, num_bytes, 0, partial(make, filters=filters))
 
 
-def _torch(logits: torch.Tensor, filters: Filters) -> Call:
-    rows = len(logits)
-    if filters.temperature == 0:
-        return partial(torch.argmax, logits, -1)
-    params = DrawParams(
-        [filters.temperature] * rows, [filters.top_k] * rows, [filters.top_p] * rows, [0.0] * rows, [0.5] * rows
+def _call(op: SampleRows, logits: torch.Tensor, filters: Filters) -> Call:
+    """What draws a token a row from logits [R, V]."""
+    rows, device = len(logits), logits.device
+    sampling = SlotSampling(
+        temperature=torch.full((rows,), filters.temperature, device=device),
+        top_p=torch.full((rows,), filters.top_p, device=device),
+        min_p=torch.zeros(rows, device=device),
+        top_k=torch.full((rows,), filters.top_k, dtype=torch.int32, device=device),
+        seed=torch.arange(rows, device=device),
     )
-    return lambda: draw(logits.float(), params)
+    slots = torch.arange(rows, dtype=torch.int32, device=device)
+    positions = torch.zeros(rows, dtype=torch.int64, device=device)
+    token_ids = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+    return partial(op, logits, slots, positions, sampling, token_ids)
 
 
-def _make_triton(need: Need) -> Draw:
-    # Triton is an optional dependency.
-    from tokenspeed.kernels.triton.registered import has_pdl
-    from tokenspeed.kernels.triton.sampling import SlotSampling, sample_rows
-
-    pdl = has_pdl(need.device)
-
-    def prepare(logits: torch.Tensor, filters: Filters) -> Call:
-        rows, device = len(logits), need.device
-        sampling = SlotSampling(
-            temperature=torch.full((rows,), filters.temperature, device=device),
-            top_p=torch.full((rows,), filters.top_p, device=device),
-            min_p=torch.zeros(rows, device=device),
-            top_k=torch.full((rows,), filters.top_k, dtype=torch.int32, device=device),
-            seed=torch.arange(rows, device=device),
+def _torch_cpu(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    sampling: SlotSampling,
+    token_ids: torch.Tensor,
+) -> torch.Tensor:
+    """As `sampling.sampler` draws; every row by the same number."""
+    if not bool(sampling.temperature.any()):
+        drawn = logits.argmax(-1)
+    else:
+        params = DrawParams(
+            temperature=sampling.temperature.tolist(),
+            top_k=sampling.top_k.tolist(),
+            top_p=sampling.top_p.tolist(),
+            min_p=sampling.min_p.tolist(),
+            uniform=[0.5] * len(logits),
         )
-        slots = torch.arange(rows, dtype=torch.int32, device=device)
-        positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        token_ids = torch.zeros(rows, 1, dtype=torch.int64, device=device)
-        return partial(sample_rows, logits, slots, positions, sampling, token_ids, pdl)
-
-    return prepare
-
-
-def _why_not_triton(need: Need) -> str | None:
-    if need.device.type != "cuda":
-        return f"Triton kernels run on a GPU, the device is {need.device.type}"
-    return None if find_spec("triton") else "the package triton is not installed"
+        drawn = draw(logits.float(), params)
+    token_ids[slots.long(), positions] = drawn
+    return drawn.int()
 
 
 def _why_not_torch(need: Need) -> str | None:
     return None if need.device.type == "cpu" else f"it works in a CPU's memory, the device is {need.device.type}"
 
 
-SAMPLERS = (
-    Implementation(SAMPLING, "triton", 50, _why_not_triton, _make_triton),
-    Implementation(SAMPLING, "torch", 100, _why_not_torch, lambda need: _torch),
-)
+SAMPLERS = (Implementation(SAMPLING, "torch_cpu", 100, _why_not_torch, lambda need: _torch_cpu),)

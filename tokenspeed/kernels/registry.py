@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,10 +18,13 @@ import torch
 
 import tokenspeed.kernels
 from tokenspeed.kernels.ops import Ops
+from tokenspeed.kernels.slot_ops import SlotOps
 from tokenspeed.protocol.errors import ConfigError
 
 REQUIRED = ("embedding", "rms_norm", "add_rms_norm", "qkv_rope_cache", "paged_attention", "silu_and_mul", "linear")
 OPTIONAL = ("block_linear", "recorder", "fused_linear", "fp8_linear", "route", "experts")
+SLOT_OPS = ("decode_inputs", "prefill_inputs", "sample_rows", "masked_rows")
+"""Of a device that keeps requests in slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Implementation:
     """One implementation of one operation.
 
     Fields:
-        op: field name in `Ops`.
+        op: field name in `Ops` or `SlotOps`.
         name: `reference`, `torch_cpu`, `native_cpu`, `triton`, ...
         rank: lower is preferred.
         why_not: None when it can serve the need, else the reason in words.
@@ -72,7 +75,7 @@ def _modules(package: ModuleType) -> Iterator[str]:
 
 
 def select_ops(need: Need, only: str | None = None) -> tuple[Ops, list[str]]:
-    """Choose every operation for a device and dtype.
+    """Choose every operation of a model for a device and dtype.
 
     Args:
         only: use this implementation name where it exists and the reference elsewhere (tests, comparisons).
@@ -81,12 +84,25 @@ def select_ops(need: Need, only: str | None = None) -> tuple[Ops, list[str]]:
     Raises:
         ConfigError: a required op has no implementation here. Names the op and everyone's reason.
     """
+    chosen, report = _choose(REQUIRED, OPTIONAL, need, only)
+    return Ops(device=need.device, dtype=need.dtype, kv_dtype=need.kv_dtype or need.dtype, **chosen), report
+
+
+def select_slot_ops(need: Need, only: str | None = None) -> tuple[SlotOps, list[str]]:
+    """The same for the operations on slots."""
+    chosen, report = _choose(SLOT_OPS, (), need, only)
+    return SlotOps(**chosen), report
+
+
+def _choose(
+    required: Sequence[str], optional: Sequence[str], need: Need, only: str | None
+) -> tuple[dict[str, Any], list[str]]:
     candidates: dict[str, list[Implementation]] = {}
     for implementation in discover():
         candidates.setdefault(implementation.op, []).append(implementation)
     chosen: dict[str, Any] = {}
     report: list[str] = []
-    for op in REQUIRED + OPTIONAL:
+    for op in (*required, *optional):
         lost: list[str] = []
         for implementation in candidates.get(op, []):
             if only is not None and implementation.name not in (only, "reference"):
@@ -98,8 +114,8 @@ def select_ops(need: Need, only: str | None = None) -> tuple[Ops, list[str]]:
                 break
             lost.append(f"{implementation.name}: {reason}")
         else:
-            if op in REQUIRED:
+            if op in required:
                 raise ConfigError(f"no implementation of {op} for {need.device} and {need.dtype}: {'; '.join(lost)}")
             chosen[op] = None
             report.append(f"{op}: none" + (f" ({'; '.join(lost)})" if lost else ""))
-    return Ops(device=need.device, dtype=need.dtype, kv_dtype=need.kv_dtype or need.dtype, **chosen), report
+    return chosen, report

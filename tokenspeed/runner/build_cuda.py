@@ -11,6 +11,7 @@ from tokenspeed.cache.spec import GroupSpec, group_layers
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.grammar.build import build_compiler
 from tokenspeed.grammar.compiler import GrammarCompiler
+from tokenspeed.kernels.registry import Need, select_slot_ops
 from tokenspeed.kernels.triton.compile_monitor import VARIABLE, CompileMonitor
 from tokenspeed.observability.startup import count_compiles, startup_phase
 from tokenspeed.protocol.step import StepPlan
@@ -80,7 +81,9 @@ def _runner(
     grammars: GrammarCompiler | None = None,
 ) -> CudaModelRunner:
     limits = Limits(config.max_num_seqs, config.max_model_len, config.model.vocab_size)
-    return CudaModelRunner(loaded, groups, limits, graphs, grammars)
+    slot_ops, report = select_slot_ops(Need(loaded.ops.device, loaded.ops.dtype))
+    loaded = replace(loaded, report=[*loaded.report, *report])
+    return CudaModelRunner(loaded, slot_ops, groups, limits, graphs, grammars)
 
 
 def _size(config: EngineConfig, loaded: LoadedModel) -> list[GroupSpec]:

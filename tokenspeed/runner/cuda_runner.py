@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.grammar.compiler import GrammarCompiler
-from tokenspeed.kernels.triton.registered import has_pdl
+from tokenspeed.kernels.slot_ops import SlotOps
 from tokenspeed.kernels.upload import to_device
 from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.messages import ProfileOptions
@@ -119,11 +119,13 @@ class CudaModelRunner:
 
     Args:
         loaded: the model over the pages of `groups`, its kernels and its report, which the runner continues.
+        slot_ops: the kernels for what is kept in slots.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
+        slot_ops: SlotOps,
         groups: list[GroupSpec],
         limits: Limits,
         graphs: GraphPlan,
@@ -140,17 +142,16 @@ class CudaModelRunner:
         num_slots = limits.max_num_seqs + 1  # the last is scratch: padding rows of graphs
         self._state = DeviceState(num_slots, limits.max_model_len, groups, ops.device)
         self._prompts = PromptLogprobs(model, self._state.token_ids)
-        pdl = has_pdl(ops.device)
-        self._drawing = Drawing(self._state, limits.vocab_size, grammars, pdl)
+        self._drawing = Drawing(self._state, slot_ops, limits.vocab_size, grammars)
         self._graphs: DecodeGraphs | None = None
         self._prefill: PrefillGraphs | None = None
         self._is_warm = False  # before that, prompts run eagerly: warm-up is for what no graph holds
         if ops.recorder is not None and backend.can_record:
-            parts = (model, backend, ops.recorder, self._state, self._drawing.sampling)
+            parts = (model, backend, slot_ops, ops.recorder, self._state, self._drawing.sampling)
             if graphs.sizes:
-                self._graphs = DecodeGraphs(*parts, limits.max_num_seqs, pdl)
+                self._graphs = DecodeGraphs(*parts, limits.max_num_seqs)
             if graphs.prefill_sizes:
-                self._prefill = PrefillGraphs(*parts, limits.max_num_seqs, pdl)
+                self._prefill = PrefillGraphs(*parts, limits.max_num_seqs)
         self._staging = [
             _Staging(
                 _pinned((2 + len(groups)) * num_slots),

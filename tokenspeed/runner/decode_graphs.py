@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenspeed.kernels.triton.step_inputs import RecordedInputs, decode_inputs
+from tokenspeed.kernels.slot_ops import RecordedInputs
 from tokenspeed.protocol.step import Row
 from tokenspeed.runner.slot_graphs import SlotGraphs, input_buffers
 
@@ -66,7 +66,7 @@ class DecodeGraphs(SlotGraphs):
         return input_buffers(self._state, size, size, has_wanted=False)
 
     def _fill_inputs(self, rows: torch.Tensor, inputs: RecordedInputs) -> None:
-        decode_inputs(rows, self._tables, inputs)
+        self._ops.decode_inputs(rows, self._tables, inputs)
 
     def _targets(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[0]

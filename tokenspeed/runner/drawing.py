@@ -1,7 +1,7 @@
-"""Tokens of a GPU step's rows from their logits: drawn by one kernel, inside a recorded step or behind an eager one.
+"""Tokens of a GPU step's rows from their logits: drawn by one operation, inside a recorded step or behind an eager one.
 
 A recorded step draws every row from the model's own logits. Rows whose logits have to be edited (bias, banned tokens,
-penalties, the mask of a grammar) are drawn again behind it, from copies, by the same kernel with the same random
+penalties, the mask of a grammar) are drawn again behind it, from copies, by the same one with the same random
 numbers. So what else a request asks for does not change its text, as far as the edits do not. Log-probabilities are
 only gathered. Nothing here waits for the device, except a grammar for the token before (`grammar_rows`).
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from tokenspeed.grammar.compiler import GrammarCompiler
-from tokenspeed.kernels.triton.sampling import SlotSampling, masked_rows, sample_rows
+from tokenspeed.kernels.slot_ops import SlotOps, SlotSampling
 from tokenspeed.kernels.upload import send, to_device
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission, Row
@@ -34,14 +34,13 @@ class Drawing:
 
     Args:
         state: drawn tokens are appended to its `token_ids`; its last slot is scratch.
-        pdl: programmatic dependent launch (compute capability 9.0 and later).
     """
 
-    def __init__(self, state: DeviceState, vocab_size: int, grammars: GrammarCompiler | None, pdl: bool) -> None:
+    def __init__(self, state: DeviceState, ops: SlotOps, vocab_size: int, grammars: GrammarCompiler | None) -> None:
         self._state = state
+        self._ops = ops
         self._device = state.device
         self._vocab_size = vocab_size
-        self._pdl = pdl
         self._parameters = SlotParameters(len(state.token_ids), state.device)
         self._edits = LogitEdits(vocab_size, state.device)
         self._grammar_rows = GrammarRows(Constraints(grammars, vocab_size), state.device)
@@ -61,7 +60,7 @@ class Drawing:
         """Draw from logits [n, V] as they are, into `positions` of `slots`; [n] int32, -1 where they are unusable."""
         where = to_device(slots, torch.int32, self._device)
         places = to_device(positions, torch.int64, self._device)
-        return sample_rows(logits, where, places, self.sampling, self._state.token_ids, self._pdl)
+        return self._ops.sample_rows(logits, where, places, self.sampling, self._state.token_ids)
 
     def finish(
         self,
@@ -103,7 +102,7 @@ class Drawing:
         for dtype in dtypes:
             logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
             words = torch.zeros(1, -(-self._vocab_size // 32), dtype=torch.int32, device=self._device)
-            self.draw(masked_rows(logits, to_device([0], torch.int64, self._device), words), [scratch], [1])
+            self.draw(self._ops.masked_rows(logits, to_device([0], torch.int64, self._device), words), [scratch], [1])
             token_ids = self.draw(logits, [scratch], [1])
             self._redraw([0], [scratch], [1], token_ids, logits)
             self._logprobs({0: 1}, token_ids, logits).finish()
@@ -141,7 +140,7 @@ class Drawing:
             return
         mine = [held[place] for place in masks.rows]
         index = to_device(mine, torch.int64, self._device)
-        allowed = masked_rows(logits, index, send(torch.from_numpy(masks.words), self._device))
+        allowed = self._ops.masked_rows(logits, index, send(torch.from_numpy(masks.words), self._device))
         self._draw_into(token_ids, index, allowed, [slots[row] for row in mine], [positions[row] for row in mine])
 
     def _draw_into(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenspeed.kernels.triton.step_inputs import RecordedInputs, prefill_inputs
+from tokenspeed.kernels.slot_ops import RecordedInputs
 from tokenspeed.protocol.step import Row
 from tokenspeed.runner.memory import PREFILL_GRAPH_REQUESTS
 from tokenspeed.runner.slot_graphs import SlotGraphs, input_buffers
@@ -64,7 +64,7 @@ class PrefillGraphs(SlotGraphs):
         return input_buffers(self._state, size, self._num_requests(size), has_wanted=True)
 
     def _fill_inputs(self, rows: torch.Tensor, inputs: RecordedInputs) -> None:
-        prefill_inputs(rows, self._tables, self.scratch_slot, inputs)
+        self._ops.prefill_inputs(rows, self._tables, self.scratch_slot, inputs)
 
     def _targets(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[3]

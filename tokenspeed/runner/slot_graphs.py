@@ -15,8 +15,7 @@ import torch
 
 from tokenspeed.attention.interface import AttentionBackend, AttentionBatch
 from tokenspeed.kernels.ops import Recorder, StepGraph
-from tokenspeed.kernels.triton.sampling import SlotSampling, sample_rows
-from tokenspeed.kernels.triton.step_inputs import RecordedInputs, SlotTables
+from tokenspeed.kernels.slot_ops import RecordedInputs, SlotOps, SlotSampling, SlotTables
 from tokenspeed.models.interface import Model
 from tokenspeed.runner.device_state import DeviceState, with_groups
 
@@ -45,26 +44,25 @@ class SlotGraphs(ABC):
 
     Args:
         scratch_slot: a slot of `state` that no request has; its page tables point at the scratch page.
-        pdl: programmatic dependent launch (compute capability 9.0 and later).
     """
 
     def __init__(
         self,
         model: Model,
         backend: AttentionBackend,
+        ops: SlotOps,
         recorder: Recorder,
         state: DeviceState,
         sampling: SlotSampling,
         scratch_slot: int,
-        pdl: bool,
     ) -> None:
         self._model = model
         self._backend = backend
+        self._ops = ops
         self._recorder = recorder
         self._state = state
         self._tables = SlotTables(state.token_ids, state.page_tables, state.windows, state.page_size)
         self._sampling = sampling
-        self._pdl = pdl
         self.scratch_slot = scratch_slot
         self._graphs: dict[int, SlotGraph] = {}
 
@@ -99,7 +97,7 @@ class SlotGraphs(ABC):
         hidden = self._model.forward(inputs.token_ids, inputs.positions, batch, inputs.wanted)
         logits = self._model.head(hidden)
         slots, positions = self._targets(rows), inputs.next_positions
-        return logits, sample_rows(logits, slots, positions, self._sampling, self._state.token_ids, self._pdl)
+        return logits, self._ops.sample_rows(logits, slots, positions, self._sampling, self._state.token_ids)
 
     @abstractmethod
     def _padding_rows(self, size: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenspeed.kernels.triton.sampling import SlotSampling
+from tokenspeed.kernels.slot_ops import SlotSampling
 from tokenspeed.kernels.upload import to_device
 from tokenspeed.protocol.step import Admission
 

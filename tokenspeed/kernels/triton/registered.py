@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from tokenspeed.kernels.triton.decode_attention import (
 )
 from tokenspeed.kernels.triton.pointwise import qkv_rope_cache, rms_norm, silu_and_mul
 from tokenspeed.kernels.triton.prefill_attention import prefill_attention
+from tokenspeed.kernels.triton.sampling import masked_rows, sample_rows
 from tokenspeed.kernels.triton.small_linear import MAX_ROWS, fused_linear, make_workspace
+from tokenspeed.kernels.triton.step_inputs import decode_inputs, prefill_inputs
 from tokenspeed.kernels.triton.whole_prompts import are_whole_prompts, attend_whole_prompts
 
 
@@ -234,4 +237,8 @@ IMPLEMENTATIONS = (
     _entry("linear", _make_linear),
     _entry("fused_linear", lambda need: TritonLinear(need.device, _has_pdl(need)), _why_not_half),
     _entry("recorder", lambda need: CudaGraphRecorder(need.device)),
+    _entry("decode_inputs", lambda need: decode_inputs),
+    _entry("prefill_inputs", lambda need: prefill_inputs),
+    _entry("sample_rows", lambda need: partial(sample_rows, pdl=_has_pdl(need))),
+    _entry("masked_rows", lambda need: masked_rows),
 )

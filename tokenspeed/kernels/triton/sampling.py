@@ -21,12 +21,12 @@ some 60 passes. A row whose logits hold NaN, or no finite maximum, gets token -1
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tokenspeed.kernels.slot_ops import SlotSampling
 
 CHUNK = 4096
 """Logits that a program looks at."""
@@ -43,18 +43,6 @@ MASS = 2**40
 """The best token's; half a million times as much still fits int64."""
 LOW_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 """Of float32, zero in every number of the type: bisection leaves them out."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotSampling:
-    """Sampling parameters by slot, on the device: temperature (0 = greedy), top_p, min_p [S] float32; top_k [S] int32
-    (0 = off); seed [S] int64."""
-
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    top_k: torch.Tensor
-    seed: torch.Tensor
 
 
 @triton.jit
@@ -519,14 +507,7 @@ def _masked_kernel(logits_ptr, rows_ptr, masks_ptr, out_ptr, V: tl.constexpr, CH
 
 
 def masked_rows(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """Some rows of the logits with -inf wherever a mask forbids a token.
-
-    Args:
-        logits: [R, V] float32 or bfloat16, contiguous.
-        rows: [n] int64. masks: [n, ceil(V / 32)] int32, bit v % 32 of word v // 32 allows token v.
-    Returns:
-        [n, V] in the dtype of `logits`.
-    """
+    """See `slot_ops.MaskedRows`."""
     vocab = logits.shape[1]
     out = logits.new_empty(len(rows), vocab)
     _masked_kernel[(len(rows), triton.cdiv(vocab, CHUNK))](logits, rows, masks, out, V=vocab, CHUNK=CHUNK, num_warps=8)
@@ -541,14 +522,10 @@ def sample_rows(
     token_ids: torch.Tensor,
     pdl: bool = True,
 ) -> torch.Tensor:
-    """Draw one token a row and append it to its slot.
+    """See `slot_ops.SampleRows`.
 
     Args:
-        logits: [R, V] float32, float16 or bfloat16, contiguous.
-        slots: [R] int32. positions: [R] int64, where the sampled token goes in its slot.
-        token_ids: [S, L] int64; written at [slot, position].
-    Returns:
-        [R] int32 token ids, -1 where the logits were unusable.
+        pdl: programmatic dependent launch (compute capability 9.0 and later).
     """
     num_rows, vocab = logits.shape
     num_chunks = triton.cdiv(vocab, CHUNK)

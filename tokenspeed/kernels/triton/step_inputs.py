@@ -16,48 +16,11 @@ Requests beyond the step's own end where the last one ends: they have no tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-
-@dataclass(frozen=True, slots=True)
-class SlotTables:
-    """What a device keeps of S slots in G cache groups.
-
-    Fields:
-        token_ids: [S, L] int64. page_tables: [G, S, P] int32.
-        windows: [G] int32, tokens that a query sees in the group; at least L where it sees all.
-    """
-
-    token_ids: torch.Tensor
-    page_tables: torch.Tensor
-    windows: torch.Tensor
-    page_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedInputs:
-    """Static buffers of a graph for T tokens of R requests in G cache groups; a decode step has T = R.
-
-    Fields:
-        token_ids, positions: [T] int64. flat_slots: [G, T] int64. Padding tokens go to the scratch slot.
-        query_start: [R + 1] int32, fixed in a decode step. seq_lens: [R] int32, this step's tokens included.
-        page_tables: [G, R, P] int32.
-        wanted: [R] int64, each request's last token among the T; None in a decode step.
-        next_positions: [R] int64, of the token after it.
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    flat_slots: torch.Tensor
-    query_start: torch.Tensor
-    seq_lens: torch.Tensor
-    page_tables: torch.Tensor
-    wanted: torch.Tensor | None
-    next_positions: torch.Tensor
+from tokenspeed.kernels.slot_ops import RecordedInputs, SlotTables
 
 
 @triton.jit
@@ -118,12 +81,7 @@ def _decode_inputs_kernel(
 
 
 def decode_inputs(rows: torch.Tensor, tables: SlotTables, out: RecordedInputs) -> None:
-    """Fill `out` for decode rows, except `query_start`, after noting the pages that they bring in `tables`.
-
-    Args:
-        rows: [2 + G, R] int32: slots, starts (the position of each row's one token), then for each cache group the page
-            of that token when it is new, else -1. Rows with a new page are of different slots.
-    """
+    """See `slot_ops.DecodeInputs`."""
     num_rows = rows.shape[1]
     _decode_inputs_kernel[(num_rows, tables.page_tables.shape[0])](
         rows,
@@ -276,12 +234,7 @@ def _prefill_inputs_kernel(
 
 
 def prefill_inputs(rows: torch.Tensor, tables: SlotTables, scratch_slot: int, out: RecordedInputs) -> None:
-    """Fill `out` for prompt rows.
-
-    Args:
-        rows: [>= 3, R] int32: slots, starts (position of each row's first token), ends (its tokens' end among the T).
-        scratch_slot: whose position 0 padding tokens take.
-    """
+    """See `slot_ops.PrefillInputs`."""
     assert out.wanted is not None, "buffers of a decode step"
     num_requests, num_tokens = rows.shape[1], out.token_ids.shape[0]
     block = 64
