@@ -44,7 +44,13 @@ ENGINE_PHASES = {
 
 # What is left of the compilation beside the load is waited for before the pool is sized.
 GPU_PHASES = dict(
-    [*list(ENGINE_PHASES.items())[:5], ("kernels.compile", "scheduler.init"), *list(ENGINE_PHASES.items())[5:]]
+    [
+        *list(ENGINE_PHASES.items())[:1],
+        ("kernels.list", "scheduler.init"),
+        *list(ENGINE_PHASES.items())[1:5],
+        ("kernels.compile", "scheduler.init"),
+        *list(ENGINE_PHASES.items())[5:],
+    ]
 )
 PHASES = {"cpu": ENGINE_PHASES, "cuda": GPU_PHASES}
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -86,7 +92,7 @@ def log_of(command: list[str], log: Path) -> str:
             [sys.executable, "-m", "tokenspeed", *command],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, VARIABLE: "1"},
+            env={**os.environ, VARIABLE: "1", "TOKENSPEED_CACHE": str(log.parent / "cache")},
         )
     try:
         deadline_s = time.monotonic() + 300

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 import types
 
 import pytest
@@ -12,7 +13,7 @@ triton = pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from tokenspeed.kernels.triton.compile_monitor import CompileClaims, CompiledWhileServing, CompileMonitor  # noqa: E402
+from tokenspeed.kernels.triton.compile_monitor import CompiledWhileServing, CompileMonitor, KernelList, KernelOrder  # noqa: E402
 from tokenspeed.protocol.errors import ConfigError  # noqa: E402
 
 
@@ -109,26 +110,26 @@ def test_triton_really_calls_it(monitor):
 
 def missing(name: str, key: str) -> bool:
     """What Triton does before a compilation; True = passed over."""
-    about = types.SimpleNamespace(module="m", name=name)
+    about = types.SimpleNamespace(module="m", name=name, jit_function=types.SimpleNamespace(src="text"))
     hook = triton.knobs.runtime.jit_cache_hook
-    return hook(key=key, repr="", fn=about, compile={}, is_manual_warmup=False, already_compiled=False)
+    ordered = {"specialization_data": key}
+    return hook(key=key, repr="", fn=about, compile=ordered, is_manual_warmup=False, already_compiled=False)
 
 
-def test_each_kernel_is_claimed_once(tmp_path):
-    first, second = CompileClaims(tmp_path), CompileClaims(tmp_path)
-    first.install()
-    try:
-        assert [missing("a", "1"), missing("a", "2")] == [False, False]
-        second.install()
-        assert [missing("a", "1"), missing("b", "1"), missing("a", "2")] == [True, False, True]
-        first.install()
-        assert missing("b", "1")
-    finally:
-        first.remove()
+def test_each_missing_kernel_is_listed_once_and_not_compiled():
+    noted = []
+    with KernelList(noted.append):
+        assert all([missing("a", "1"), missing("a", "2"), missing("b", "1"), missing("a", "1")])
+        other = []
+        thread = threading.Thread(target=lambda: other.append(missing("c", "1")))
+        thread.start()
+        thread.join()
+        assert other == [False], "a kernel of somebody else's thread is compiled as always"
+    assert noted == [KernelOrder("m", name, key, 4) for name, key in (("a", "1"), ("a", "2"), ("b", "1"))]
     assert triton.knobs.runtime.jit_cache_hook is None
 
 
-def test_a_process_that_only_compiles_launches_nothing(tmp_path, monkeypatch):
+def test_what_only_lists_launches_nothing(monkeypatch):
     """The router's kernel was passed over, and the experts ran on garbage for expert numbers: workers died of illegal
     addresses on the first GPU that met an expert model."""
     ran = []
@@ -137,19 +138,18 @@ def test_a_process_that_only_compiles_launches_nothing(tmp_path, monkeypatch):
     )
     original = JITFunction.run
     kernel = triton.JITFunction.__new__(triton.JITFunction)
-    claims = CompileClaims(tmp_path)
-    claims.install()
-    try:
+    with KernelList(lambda order: None):
         kernel[(3,)](1, 2, num_warps=4)
-    finally:
-        claims.remove()
+        thread = threading.Thread(target=lambda: kernel[(3,)](3))
+        thread.start()
+        thread.join()
     kernel[(3,)](1)
-    assert ran == [(True, (1, 2), (3,), {"num_warps": 4}), (False, (1,), (3,), {})]
+    assert ran == [(True, (1, 2), (3,), {"num_warps": 4}), (False, (3,), (3,), {}), (False, (1,), (3,), {})]
     assert JITFunction.run is original
 
 
-def test_triton_hands_the_claims_what_they_expect():
+def test_triton_hands_the_list_what_it_expects():
     assert list(inspect.signature(JITFunction.run).parameters) == ["self", "args", "grid", "warmup", "kwargs"]
 
     parameters = inspect.signature(triton.knobs.JITHook.__call__).parameters
-    assert list(parameters) == list(inspect.signature(CompileClaims._is_taken).parameters)
+    assert list(parameters) == list(inspect.signature(KernelList._is_listed).parameters)

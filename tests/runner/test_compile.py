@@ -1,6 +1,6 @@
-"""Compile workers: who starts how many with what, what their failure costs, and when they are not needed.
+"""Compile workers: who starts them with what, what their failure costs, and when they are not needed.
 
-Workers here are small Python programs in place of the real one; there is no GPU.
+Workers here are a small Python program in place of the real one; there is no GPU.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.config.engine import Choice, EngineConfig
 from tokenspeed.config.gpu_choices import capture_ladder
 from tokenspeed.config.model import MoeConfig
-from tokenspeed.config.quantization import QuantizationConfig
+from tokenspeed.kernels.triton.compile_monitor import KernelOrder
 from tokenspeed.models.registry import examples
 from tokenspeed.runner import compile
-from tokenspeed.runner.compile import claims_folder, is_worker, num_workers, prepare_cache, start_compile, twin
+from tokenspeed.runner.compile import num_workers, prepare_cache, start_compile, twin
 from tokenspeed.runner.warm_up import plan_pages, representatives, warm_up_plans
 
 GIB = 2**30
@@ -51,17 +51,29 @@ CONFIG = EngineConfig(
     capture_sizes=capture_ladder(160),
     choices=(Choice("--seed", "5", "drawn"),),
 )
-OUR_VARIABLES = (compile.CACHE_VARIABLE, compile.WORKER_VARIABLE)
+ORDERS = [KernelOrder("m", "a", "{}", 9), KernelOrder("m", "b", "{}", 1000)]
+DONE = """
+import os, sys, time
+from pathlib import Path
+import msgspec
+folder = Path(sys.argv[1])
+while not (folder / "end").exists():
+    time.sleep(0.01)
+for name in os.listdir(folder / "orders"):
+    order = msgspec.msgpack.decode((folder / "orders" / name).read_bytes())
+    done = dict(name=order["name"], worker=0, began_s=0.0, compile_s=1.5, launcher_s=0.5, error=ERROR)
+    (folder / "done" / name).write_bytes(msgspec.msgpack.encode(done))
+"""
+COMPILES = DONE.replace("ERROR", "None")
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """A cache folder, a made-up GPU, and workers that run the given code."""
-    for name in OUR_VARIABLES:
-        monkeypatch.setenv(name, "")  # so that what the code sets is undone
-        monkeypatch.delenv(name)
+    monkeypatch.setenv(compile.CACHE_VARIABLE, "")  # so that what the code sets is undone
+    monkeypatch.delenv(compile.CACHE_VARIABLE)
     monkeypatch.setattr(compile, "cache_folders", lambda: [tmp_path / "cache"])
-    cuda = types.SimpleNamespace(mem_get_info=lambda: (100 * GIB, 100 * GIB), get_device_name=lambda: "A GPU")
+    cuda = types.SimpleNamespace(get_device_capability=lambda: (9, 0), get_device_name=lambda: "A GPU")
     monkeypatch.setattr(compile.torch, "cuda", cuda)
     real = subprocess.Popen
     started = []
@@ -69,7 +81,7 @@ def machine(tmp_path, monkeypatch):
     def use(code: str) -> list[subprocess.Popen[bytes]]:
         def popen(command, **named):
             assert command[1:3] == ["-m", "tokenspeed.runner.compile_worker"]
-            started.append(real([sys.executable, "-c", code, command[3]], **named))
+            started.append(real([sys.executable, "-c", code, *command[3:]], **named))
             return started[-1]
 
         monkeypatch.setattr(compile.subprocess, "Popen", popen)
@@ -127,49 +139,33 @@ def test_the_twin_has_a_layer_of_every_kind(windows, dense_layers, count):
     assert kinds(small) == kinds(config.model)
 
 
-def test_experts_count_for_the_memory_of_workers():
-    moe = MoeConfig(num_experts=128, top_k=8, intermediate_size=768)
-    shape = {"hidden_size": 2048, "num_layers": 48, "num_heads": 32, "num_kv_heads": 4, "head_dim": 128}
-    model = msgspec.structs.replace(CONFIG.model, moe=moe, vocab_size=151936, tie_word_embeddings=False, **shape)
-    mxfp4 = QuantizationConfig(method="mxfp4", granularity="group", activations="none")
-    attention, experts, table = 2048 * 72 * 128, 128 * 3 * 2048 * 768, 2048 * 151936
-    for changes, layer_bytes, num_tables in (
-        ({}, 2 * (attention + experts), 2),
-        ({"quantization": mxfp4}, 2 * attention + experts * 17 // 32, 2),
-        ({"tie_word_embeddings": True}, 2 * (attention + experts), 1),
-    ):
-        config = msgspec.structs.replace(
-            CONFIG, model=msgspec.structs.replace(model, **changes), num_threads=compile.MAX_WORKERS
-        )
-        each = compile.CONTEXT_BYTES + layer_bytes + 2 * num_tables * table
-        free = 48 * layer_bytes + 2 * num_tables * table + 6 * each
-        assert num_workers(config, free) == 3
-        assert num_workers(config, free - 2) == 2
-
-
-def test_as_many_workers_as_cores_and_memory_allow():
-    assert num_workers(CONFIG, 1000 * GIB) == 3
-    many = msgspec.structs.replace(CONFIG, num_threads=200)
-    assert num_workers(many, 10**6 * GIB) == compile.MAX_WORKERS
-    assert num_workers(many, 0) == 1
-    assert num_workers(many, 20 * GIB) == 6
+def test_as_many_workers_as_cores():
+    assert num_workers(CONFIG) == 3
+    assert num_workers(msgspec.structs.replace(CONFIG, num_threads=200)) == compile.MAX_WORKERS
 
 
 def test_success_is_remembered(machine, tmp_path):
-    started = machine("import os, sys; print(os.environ['TOKENSPEED_COMPILE_WORKER'], os.environ['TRITON_CACHE_DIR'])")
+    started = machine(COMPILES)
     with start_compile(CONFIG) as job:
-        order = job._folder / "order"
-        assert msgspec.msgpack.decode(order.read_bytes(), type=EngineConfig) == twin(CONFIG)
+        assert job.takes_orders
         folder = job._folder
-        assert "3 processes" in job.wait()
+        assert (folder / "target").read_text() == '{"backend":"cuda","arch":90,"warp_size":32}'
+        for order in ORDERS:
+            job.order(order)
+        loaded = []
+        assert re.match(
+            r"kernels: 2 compiled by 1 processes in .* s \(work of 4\.0 s, .*1\.5 s\)$", job.wait(loaded.append)
+        )
+        assert sorted(loaded, key=lambda order: order.name) == ORDERS, "each as soon as it is there"
         assert not folder.exists()
+    assert started[0].args[-1] == "3"
     assert os.environ[compile.CACHE_VARIABLE] == str(tmp_path / "cache/triton")
     with start_compile(CONFIG) as job:
-        assert "compiled before" in job.wait()
-    assert len(started) == 3
+        assert not job.takes_orders and "compiled before" in job.wait()
+    assert len(started) == 1
     with start_compile(msgspec.structs.replace(CONFIG, page_size=32)) as job:
         job.wait()
-    assert len(started) == 6, "another page size is another set of kernels"
+    assert len(started) == 2, "another page size is another set of kernels"
     elsewhere = msgspec.structs.replace(CONFIG, checkpoint=msgspec.structs.replace(CONFIG.checkpoint, name="y"))
     with start_compile(msgspec.structs.replace(elsewhere, seed=9)) as job:
         assert "compiled before" in job.wait()
@@ -239,20 +235,36 @@ def test_the_marker_is_of_kernels_tables_and_steps(machine, tmp_path, monkeypatc
     assert compile._key(CONFIG) in seen, "nothing has changed since"
 
 
-def test_failed_workers_cost_time_only(machine, caplog):
-    machine(
-        "import os, sys; from pathlib import Path\n"
-        "claims = Path(os.environ['TOKENSPEED_COMPILE_WORKER'])\n"
-        "print('no such kernel')\n"
-        "try: (claims / 'x').mkdir()\n"
-        "except FileExistsError: sys.exit(0)\n"
-        "sys.exit(1)"
-    )
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (DONE.replace("ERROR", "'no such kernel'"), "no such kernel"),
+        ("print('out of luck'); raise SystemExit(1)", "ended with code 1: out of luck"),
+        ("pass", "they left some"),
+    ],
+)
+def test_failed_workers_cost_time_only(machine, caplog, code, told):
+    machine(code)
+    for _ in range(2):  # it is tried again
+        loaded = []
+        with start_compile(CONFIG) as job:
+            for order in ORDERS:
+                job.order(order)
+            assert "; 2 failed, the rest is compiled when first used" in job.wait(loaded.append)
+        assert not loaded
+    assert told in caplog.text
+
+
+def test_a_kernel_that_cannot_be_loaded_says_so_when_it_is_used(machine, caplog):
+    machine(COMPILES)
+
+    def load(order):
+        raise RuntimeError("too much shared memory")
+
     with start_compile(CONFIG) as job:
-        assert "1 failed, the rest is compiled when first used" in job.wait()
-    assert re.search(r"worker \d ended with code 1: no such kernel", caplog.text)
-    with start_compile(CONFIG) as job:
-        assert "1 failed" in job.wait(), "it is tried again"
+        job.order(ORDERS[0])
+        assert "1 compiled" in job.wait(load)
+    assert "a was not loaded ahead: RuntimeError: too much shared memory" in caplog.text
 
 
 def test_workers_end_with_the_engine(machine):
@@ -260,27 +272,19 @@ def test_workers_end_with_the_engine(machine):
     with pytest.raises(ZeroDivisionError), start_compile(CONFIG) as job:
         folder = job._folder
         raise ZeroDivisionError
-    assert [worker.poll() for worker in started] == [-9] * 3
+    assert [worker.poll() for worker in started] == [-9]
     assert not folder.exists()
 
 
-def test_a_worker_that_hangs_is_given_up(machine, monkeypatch, caplog):
-    """Waiting for it would pass the time limit of a test."""
+def test_workers_that_hang_are_given_up(machine, monkeypatch, caplog):
+    """Waiting for them would pass the time limit of a test."""
     monkeypatch.setattr(compile, "WORKER_TIMEOUT_S", 0.3)
     started = machine("import time; time.sleep(600)")
     with start_compile(CONFIG) as job:
-        assert "3 failed" in job.wait()
+        job.order(ORDERS[0])
+        assert "1 failed" in job.wait()
     assert "took more than" in caplog.text
     assert all(worker.poll() is not None for worker in started)
-
-
-def test_a_worker_starts_no_workers(machine, monkeypatch):
-    machine("raise SystemExit(1)")
-    assert not is_worker() and claims_folder() is None
-    monkeypatch.setenv(compile.WORKER_VARIABLE, "/claims")
-    assert is_worker() and str(claims_folder()) == "/claims"
-    with start_compile(CONFIG) as job:
-        assert "a worker" in job.wait()
 
 
 def test_cache_folders(machine, tmp_path, monkeypatch):
@@ -295,6 +299,6 @@ def test_cache_folders(machine, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(compile.CACHE_VARIABLE, str(tmp_path / "file" / "x"))
     assert prepare_cache() is None
-    machine("pass")
+    machine(COMPILES)
     with start_compile(CONFIG) as job:
         assert "no cache folder" in job.wait()

@@ -39,6 +39,7 @@ class _Span:
 
 
 _current: ContextVar[_Span | None] = ContextVar("startup_phase", default=None)
+_is_unrecorded: ContextVar[bool] = ContextVar("startup_unrecorded", default=False)
 _compiles: ContextVar[Callable[[], tuple[int, float]] | None] = ContextVar("startup_compiles", default=None)
 
 
@@ -52,6 +53,16 @@ def count_compiles(totals: Callable[[], tuple[int, float]]) -> None:
 
 
 @contextmanager
+def unrecorded() -> Iterator[None]:
+    """No records in this context: what runs is a rehearsal, and its phases are none of the engine's."""
+    token = _is_unrecorded.set(True)
+    try:
+        yield
+    finally:
+        _is_unrecorded.reset(token)
+
+
+@contextmanager
 def startup_phase(phase: str, *, rank: int | None = None, role: str | None = None) -> Iterator[None]:
     """Time a phase of the start. Exceptions pass through and are recorded.
 
@@ -59,7 +70,7 @@ def startup_phase(phase: str, *, rank: int | None = None, role: str | None = Non
         phase: name of the public contract where it has one (`model.config`, `weights.read_copy`, `kv.build`).
         rank, role: of this process; None takes over the enclosing phase's.
     """
-    if os.environ.get(VARIABLE) != "1":
+    if os.environ.get(VARIABLE) != "1" or _is_unrecorded.get():
         yield
         return
     parent = _current.get()

@@ -12,10 +12,11 @@ from tokenspeed.config.engine import EngineConfig
 from tokenspeed.grammar.build import build_compiler
 from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.kernels.registry import Need, select_slot_ops
-from tokenspeed.kernels.triton.compile_monitor import VARIABLE, CompileMonitor
+from tokenspeed.kernels.triton.compile_monitor import VARIABLE, CompileMonitor, place_kernel
 from tokenspeed.observability.startup import count_compiles, startup_phase
 from tokenspeed.protocol.step import StepPlan
-from tokenspeed.runner.compile import is_worker, start_compile
+from tokenspeed.runner.compile import start_compile
+from tokenspeed.runner.compile_list import list_kernels
 from tokenspeed.runner.cuda_runner import CudaModelRunner, GraphPlan
 from tokenspeed.runner.kv_pool import with_pages
 from tokenspeed.runner.loaded import LoadedModel, bind_pool, load
@@ -39,12 +40,15 @@ def build_cuda_runner(config: EngineConfig) -> CudaModelRunner:
     count_compiles(monitor.totals)
     grammars, grammar_report = build_compiler(config)
     errors = MemoryErrors(config)
-    room = None if is_worker() else WeightRoom(config)
+    room = WeightRoom(config)
     with start_compile(config) as job:
-        with startup_phase("weights.target"), errors.during("load", lambda: room.kept if room is not None else 0):
+        if job.takes_orders:
+            with startup_phase("kernels.list"):
+                list_kernels(config, job.order)
+        with startup_phase("weights.target"), errors.during("load", lambda: room.kept):
             loaded = load(config, room)
         with startup_phase("kernels.compile"):
-            compile_report = job.wait()
+            compile_report = job.wait(place_kernel)
     with startup_phase("kv.build"):
         groups = _size(config, loaded)
         release()
@@ -60,17 +64,13 @@ def build_cuda_runner(config: EngineConfig) -> CudaModelRunner:
         pad=config.pad_graphs,
         prefill_sizes=config.prefill_sizes,
         warm_up=tuple(warm_up),
-        ready=_nothing_to_watch if is_worker() else monitor.serving,
+        ready=monitor.serving,
         memory_errors=errors,
     )
     profile = cache_profile(groups, config.max_model_len, budget)
     loaded = replace(loaded, report=[grammar_report, compile_report, *loaded.report, profile.described()])
     with startup_phase("executor.init"):
         return _runner(config, loaded, groups, graphs, grammars)
-
-
-def _nothing_to_watch() -> None:
-    """A worker compiles; it serves nobody."""
 
 
 def _runner(
@@ -89,9 +89,6 @@ def _runner(
 def _size(config: EngineConfig, loaded: LoadedModel) -> list[GroupSpec]:
     """Cache groups with the pages that fit beside the largest steps, which run here on a pool of scratch."""
     groups = group_layers(loaded.model.cache_specs(), config.page_size)
-    if is_worker():
-        assert config.num_pages is not None, "a worker's pool is given"
-        return with_pages(groups, config.num_pages * len(groups))
     can_record = loaded.ops.recorder is not None and loaded.backend.can_record
     with MemoryErrors(config).during("trial"):
         scratch = with_pages(groups, NUM_PAGES)

@@ -1,10 +1,11 @@
 """Compiles the kernels that a model needs in worker processes, while the engine loads its weights.
 
-A worker builds a twin of the model with few layers of random weights, one of each kind at least, and runs the steps
-that stand for all (`warm_up`). Every launch of the real model has its like there, whatever the family, the quantization
-or the kernel, so nothing has to be listed. Workers run the same launches and claim the kernels that are missing, one by
-one. What is left behind is Triton's cache on disk, keyed by source, versions and GPU; the engine finds it there. A
-worker that fails costs time, not correctness: the engine then compiles by itself.
+The engine builds a twin of the model with few layers of random weights, one of each kind at least, and goes through the
+steps that stand for all (`warm_up`) without launching anything. Every launch of the real model has its like there,
+whatever the family, the quantization or the kernel. Each variant that is met becomes an order for the workers, which
+know nothing of models and need no GPU (`compile_worker`). What they leave behind is Triton's cache on disk, keyed by
+source, versions and GPU; the engine loads it from there. A worker that fails costs time, not correctness: the engine
+then compiles by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +30,16 @@ import tokenspeed.kernels.triton
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.kernels.cpu.native.build import cache_folders
+from tokenspeed.kernels.triton.compile_monitor import KernelOrder
 from tokenspeed.runner import warm_up
+from tokenspeed.runner.compile_worker import END, POLL_S, Compiled, Target, encoded, publish, result
 from tokenspeed.runner.warm_up import EXPERT_TOKENS, plan_pages, representatives, warm_up_plans
 
 CACHE_VARIABLE = "TRITON_CACHE_DIR"
-WORKER_VARIABLE = "TOKENSPEED_COMPILE_WORKER"
-"""Set by this module for its own workers: the folder of their claims."""
-
 MAX_WORKERS = 16
-MEMORY_SHARE = 0.5
-"""Of what the engine's own weights will leave of the GPU's free memory, for all workers together."""
-CONTEXT_BYTES = 3 * 2**29
-"""CUDA context, kernels, workspaces and activations of a worker."""
 WORKER_TIMEOUT_S = 600.0
+WARP_SIZE = 32
 TWIN_BATCH_TOKENS = 1024
-MXFP4_BYTES = 17 / 32
-"""Of a weight: 4 bits, and a byte of scale for 32 of them."""
 
 DECIDING_FIELDS = (
     "device",
@@ -68,23 +63,30 @@ TEXT_FIELDS = ("bos_token_id", "eos_token_ids", "sampling_defaults")
 logger = logging.getLogger(__name__)
 
 
+def _leave(_: KernelOrder) -> None:
+    """The kernel is loaded when it is first used."""
+
+
 class CompileJob:
-    """Workers that compile; `wait` for them before memory is measured, because they use the same GPU. Leaving its
-    `with` block ends those that still run.
+    """Workers that compile what is ordered. Leaving its `with` block ends those that still run.
 
     Args:
-        folder: of their order and logs, removed at the end; None when there is nothing to do.
+        workers: the process of them all; None when there is nothing to do.
+        folder: of their orders, claims, results and log, removed at the end.
         marker: written when all succeeded.
+        about: a line for the log when there is nothing to do.
     """
 
     def __init__(
-        self, workers: Sequence[subprocess.Popen[bytes]], folder: Path | None, marker: Path | None, about: str
+        self, workers: subprocess.Popen[bytes] | None, folder: Path | None, marker: Path | None, about: str
     ) -> None:
         self._workers = workers
         self._folder = folder
         self._marker = marker
         self._about = about
-        self._started_s = time.monotonic()
+        self._started_s = time.time()
+        self._orders: dict[str, KernelOrder] = {}
+        self._results: dict[str, Compiled] = {}
 
     def __enter__(self) -> CompileJob:
         return self
@@ -92,66 +94,126 @@ class CompileJob:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def wait(self) -> str:
-        """Until every worker has ended; returns a line for the log."""
-        if not self._workers:
+    @property
+    def takes_orders(self) -> bool:
+        """Somebody compiles."""
+        return self._workers is not None
+
+    def order(self, order: KernelOrder) -> None:
+        """Have a kernel compiled."""
+        assert self._folder is not None
+        name = f"{order.size:06d}-{len(self._orders):04d}"
+        self._orders[name] = order
+        publish(self._folder / "orders" / name, encoded(order))
+
+    def wait(self, load: Callable[[KernelOrder], object] = _leave) -> str:
+        """Until all that was ordered is done; returns a line for the log.
+
+        Args:
+            load: called for each kernel as soon as it is compiled.
+        """
+        if self._workers is None or self._folder is None:
             return self._about
+        (self._folder / END).touch()
         deadline_s = self._started_s + WORKER_TIMEOUT_S
-        failed = 0
+        problem = ""
         try:
-            for index, worker in enumerate(self._workers):
-                try:
-                    code = worker.wait(max(0.0, deadline_s - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    code = None
-                if code != 0:
-                    failed += 1
-                    reason = f"took more than {WORKER_TIMEOUT_S:.0f} s" if code is None else f"ended with code {code}"
-                    logger.warning("kernel compile worker %d %s: %s", index, reason, self._last_words(index))
+            while (code := self._workers.poll()) is None and time.time() < deadline_s:
+                if not self._take_results(load):
+                    time.sleep(POLL_S)
+            self._take_results(load)
+            if code != 0:
+                reason = f"took more than {WORKER_TIMEOUT_S:.0f} s" if code is None else f"ended with code {code}"
+                problem = f"kernel compile workers {reason}: {self._last_words()}"
         finally:
             self.stop()
-        seconds = time.monotonic() - self._started_s
-        if failed == 0 and self._marker is not None:
-            self._marker.touch()
-        rest = f"; {failed} failed, the rest is compiled when first used" if failed else ""
-        return f"kernels: compiled by {len(self._workers)} processes in {seconds:.1f} s{rest}"
+        return self._said(problem)
 
     def stop(self) -> None:
         """End the workers that still run and remove their folder. Safe to call again."""
-        for worker in self._workers:
-            if worker.poll() is None:
-                worker.kill()
-                worker.wait()
+        if self._workers is not None and self._workers.poll() is None:
+            self._workers.kill()  # the forked ones die with it
+            self._workers.wait()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _last_words(self, index: int) -> str:
+    def _take_results(self, load: Callable[[KernelOrder], object]) -> int:
+        """Of kernels that were compiled since the last call; how many."""
+        assert self._folder is not None
+        new = sorted(set(os.listdir(self._folder / "done")) - set(self._results))
+        for name in new:
+            done = self._results[name] = result(self._folder / "done" / name)
+            logger.debug(
+                "kernel %s: worker %d began at %.2f s, compiled for %.2f s, its launcher for %.2f s",
+                done.name, done.worker, done.began_s - self._started_s, done.compile_s, done.launcher_s,
+            )  # fmt: skip
+            if done.error is None:
+                self._load(self._orders[name], load)
+        return len(new)
+
+    def _load(self, order: KernelOrder, load: Callable[[KernelOrder], object]) -> None:
+        try:
+            load(order)
+        except Exception as error:  # the launch that needs it will raise it again
+            logger.warning("%s was not loaded ahead: %s: %s", order.name, type(error).__name__, error)
+
+    def _said(self, problem: str) -> str:
+        seconds = time.time() - self._started_s
+        results = list(self._results.values())
+        errors = [done.error for done in results if done.error is not None]
+        num_left = len(self._orders) - len(results) + len(errors)
+        if problem or num_left:
+            logger.warning("%s", problem or f"kernel compile workers: {errors[0] if errors else 'they left some'}")
+        elif self._marker is not None:
+            self._marker.touch()
+        rest = f"; {num_left} failed, the rest is compiled when first used" if num_left else ""
+        work_s = sum(done.compile_s + done.launcher_s for done in results)
+        longest = max(results, key=lambda done: done.compile_s, default=None)
+        most = f", {longest.name} the longest with {longest.compile_s:.1f} s" if longest is not None else ""
+        return (
+            f"kernels: {len(results)} compiled by {len({done.worker for done in results})} processes in {seconds:.1f} "
+            f"s (work of {work_s:.1f} s{most}){rest}"
+        )
+
+    def _last_words(self) -> str:
         assert self._folder is not None
         try:
-            lines = (self._folder / f"{index}.log").read_text(errors="replace").strip().splitlines()
+            lines = (self._folder / "log").read_text(errors="replace").strip().splitlines()
         except OSError:
             lines = []
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "they said nothing"
 
 
 def start_compile(config: EngineConfig) -> CompileJob:
     """Set Triton's cache folder and start the workers. Call before the first kernel is launched.
 
-    In a worker itself, and where everything was compiled before, there is nothing to do.
+    Where everything was compiled before, there is nothing to do.
     """
-    if is_worker():
-        return CompileJob((), None, None, "kernels: compiled here, a worker")
     folder = prepare_cache()
     if folder is None:
-        return CompileJob((), None, None, "kernels: compiled when first used, no cache folder can be written")
+        return CompileJob(None, None, None, "kernels: compiled when first used, no cache folder can be written")
     marker = folder / f"warm-{_key(config)}"
     if marker.exists():
-        return CompileJob((), None, None, f"kernels: compiled before, in {folder}")
-    count = num_workers(config, torch.cuda.mem_get_info()[0])
+        return CompileJob(None, None, None, f"kernels: compiled before, in {folder}")
+    major, minor = torch.cuda.get_device_capability()
+    work = work_folder(Target("cuda", 10 * major + minor, WARP_SIZE))
+    return CompileJob(start_workers(work, num_workers(config)), work, marker, "")
+
+
+def work_folder(target: Target) -> Path:
+    """What workers share with who orders, empty; see `compile_worker`."""
     work = Path(tempfile.mkdtemp(prefix="tokenspeed-compile-"))
-    (work / "order").write_bytes(msgspec.msgpack.encode(twin(config)))
-    (work / "claims").mkdir()
-    return CompileJob([_start_worker(work, index) for index in range(count)], work, marker, "")
+    for name in ("orders", "claims", "done"):
+        (work / name).mkdir()
+    (work / "target").write_bytes(msgspec.json.encode(target))
+    return work
+
+
+def start_workers(work: Path, count: int) -> subprocess.Popen[bytes]:
+    """`count` processes, of which one is ours to wait for."""
+    command = [sys.executable, "-m", "tokenspeed.runner.compile_worker", str(work), str(count)]
+    with open(work / "log", "wb") as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 def prepare_cache() -> Path | None:
@@ -217,45 +279,9 @@ def _first_layers(model: ModelConfig, count: int) -> ModelConfig:
     return msgspec.structs.replace(model, num_layers=count, layer_windows=model.layer_windows[:count], moe=moe)
 
 
-def is_worker() -> bool:
-    """True in a process that only compiles; it need not measure memory."""
-    return claims_folder() is not None
-
-
-def claims_folder() -> Path | None:
-    """Of this worker, or None in an engine."""
-    folder = os.environ.get(WORKER_VARIABLE)
-    return Path(folder) if folder else None
-
-
-def num_workers(config: EngineConfig, free_bytes: int) -> int:
-    """One a core, as far as there is memory for them."""
-    each = CONTEXT_BYTES + _weight_bytes(config, num_kinds_prefix(config.model))
-    left = free_bytes - _weight_bytes(config, config.model.num_layers)
-    return max(1, min(config.num_threads, MAX_WORKERS, int(left * MEMORY_SHARE) // each))
-
-
-def _weight_bytes(config: EngineConfig, num_layers: int) -> int:
-    """What the first layers and both ends of the model take, about: in the engine's dtype, but for MXFP4 experts."""
-    model, moe = config.model, config.model.moe
-    item_bytes = 4 if config.dtype == "float32" else 2
-    with_experts = sum(_has_experts(model, layer) for layer in range(num_layers))
-    attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    dense = num_layers * attention + (num_layers - with_experts) * 3 * model.intermediate_size
-    ends = model.vocab_size * (1 if model.tie_word_embeddings else 2)
-    total = float(item_bytes * (dense + ends))
-    if moe is not None:
-        is_mxfp4 = model.quantization is not None and model.quantization.method == "mxfp4"
-        expert_item_bytes = MXFP4_BYTES if is_mxfp4 else item_bytes
-        total += expert_item_bytes * with_experts * moe.num_experts * 3 * moe.intermediate_size
-    return int(total * model.hidden_size)
-
-
-def _start_worker(work: Path, index: int) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, WORKER_VARIABLE: str(work / "claims")}
-    command = [sys.executable, "-m", "tokenspeed.runner.compile_worker", str(work / "order")]
-    with open(work / f"{index}.log", "wb") as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+def num_workers(config: EngineConfig) -> int:
+    """One a core."""
+    return max(1, min(config.num_threads, MAX_WORKERS))
 
 
 def _key(config: EngineConfig) -> str:

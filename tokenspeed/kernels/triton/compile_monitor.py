@@ -1,4 +1,4 @@
-"""What Triton compiles in this process: counted, watched while requests are served, shared out among workers.
+"""What Triton compiles in this process: counted, watched while requests are served, listed for workers.
 
 A kernel variant that was not warmed up stalls every running stream for a second. TOKENSPEED_JIT_COMPILE_CHECK decides
 what a launch that finds its kernel missing does after `serving`: `off` nothing, `warn` a log line, `error` an exception
@@ -7,12 +7,12 @@ what a launch that finds its kernel missing does after `serving`: `off` nothing,
 
 from __future__ import annotations
 
-import hashlib
+import importlib
 import logging
-import os
+import threading
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -93,42 +93,56 @@ class CompileMonitor:
         logger.warning("%s", message)
 
 
-def _compile_only(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`JITFunction.run` that stops before the launch."""
+@dataclass(frozen=True, slots=True)
+class KernelOrder:
+    """A kernel variant that somebody else may compile.
 
-    def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return run(kernel, *args, grid=grid, warmup=True, **options)
-
-    return compiled
-
-
-class CompileClaims:
-    """Shares kernels out among processes that run the same launches: whoever comes first compiles. Nothing is launched:
-    a kernel behind one that was passed over would take garbage for expert numbers or pages, and read anywhere. So this
-    is for processes that only compile.
-
-    Args:
-        folder: exists, empty at first, common to the processes.
+    Fields:
+        module, name: where the kernel is found.
+        data: Triton's own description of the variant, for `JITFunction.preload`.
+        size: characters of its source; a longer one takes longer to compile, as a rule.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._run: Callable[..., Any] | None = None
+    module: str
+    name: str
+    data: str
+    size: int
 
-    def install(self) -> None:
-        """From now on every missing kernel is claimed first, and none runs."""
-        triton.knobs.runtime.jit_cache_hook = self._is_taken
-        if self._run is None:
-            self._run = JITFunction.run
-            JITFunction.run = _compile_only(JITFunction.run)  # type: ignore[method-assign]
 
-    def remove(self) -> None:
-        """Compile whatever is missing again, and launch."""
-        triton.knobs.runtime.jit_cache_hook = None
-        if self._run is not None:
-            JITFunction.run, self._run = self._run, None  # type: ignore[method-assign]
+class KernelList:
+    """Within its `with` block, launches of this thread are not made; each variant that they would need and that is
+    missing here is handed on, once. Nothing is compiled: a kernel behind one that did not run would take garbage for
+    expert numbers or pages, and read anywhere, so none runs at all. Other threads launch as always.
 
-    def _is_taken(
+    Args:
+        note: takes a variant.
+    """
+
+    def __init__(self, note: Callable[[KernelOrder], None]) -> None:
+        self._note = note
+        self._thread = threading.get_ident()
+        self._seen: set[tuple[str, str, str]] = set()
+        self._run: Callable[..., Any] = JITFunction.run
+        self._hook: Any = None
+
+    def __enter__(self) -> KernelList:
+        self._run, self._hook = JITFunction.run, triton.knobs.runtime.jit_cache_hook
+        JITFunction.run = self._without_launch(JITFunction.run)  # type: ignore[method-assign]
+        triton.knobs.runtime.jit_cache_hook = self._is_listed
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        JITFunction.run = self._run  # type: ignore[method-assign]
+        triton.knobs.runtime.jit_cache_hook = self._hook
+
+    def _without_launch(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def listed(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            is_ours = threading.get_ident() == self._thread
+            return run(kernel, *args, grid=grid, warmup=warmup or is_ours, **options)
+
+        return listed
+
+    def _is_listed(
         self,
         *,
         key: str,
@@ -138,10 +152,21 @@ class CompileClaims:
         is_manual_warmup: bool,
         already_compiled: bool,
     ) -> bool:
-        """Triton's hook before a compilation: True = do not compile, do not launch."""
-        name = hashlib.sha256(f"{fn.module}.{fn.name} {key}".encode()).hexdigest()
-        try:
-            os.close(os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except FileExistsError:
-            return True
-        return False
+        """Triton's hook before a compilation: True = do not compile."""
+        if threading.get_ident() != self._thread:
+            return False
+        if (fn.module, fn.name, key) not in self._seen:
+            self._seen.add((fn.module, fn.name, key))
+            kernel = fn.jit_function
+            self._note(KernelOrder(fn.module, fn.name, compile["specialization_data"], len(kernel.src)))
+        return True
+
+
+def load_kernel(order: KernelOrder) -> Any:
+    """The variant, compiled or from the disk; later launches of this process find it."""
+    return getattr(importlib.import_module(order.module), order.name).preload(order.data)
+
+
+def place_kernel(order: KernelOrder) -> None:
+    """Likewise, and put it on the GPU: its first launch has nothing left to do."""
+    load_kernel(order).run  # noqa: B018 - reading it does that
