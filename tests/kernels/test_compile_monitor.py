@@ -13,6 +13,7 @@ triton = pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from tokenspeed.kernels.triton import compile_monitor  # noqa: E402
 from tokenspeed.kernels.triton.compile_monitor import CompiledWhileServing, CompileMonitor, KernelList, KernelOrder  # noqa: E402
 from tokenspeed.protocol.errors import ConfigError  # noqa: E402
 
@@ -110,7 +111,8 @@ def test_triton_really_calls_it(monitor):
 
 def missing(name: str, key: str) -> bool:
     """What Triton does before a compilation; True = passed over."""
-    about = types.SimpleNamespace(module="m", name=name, jit_function=types.SimpleNamespace(src="text"))
+    kernel = types.SimpleNamespace(src="text", fn=missing)
+    about = types.SimpleNamespace(module="m", name=name, jit_function=kernel)
     hook = triton.knobs.runtime.jit_cache_hook
     ordered = {"specialization_data": key}
     return hook(key=key, repr="", fn=about, compile=ordered, is_manual_warmup=False, already_compiled=False)
@@ -127,6 +129,19 @@ def test_each_missing_kernel_is_listed_once_and_not_compiled():
         assert other == [False], "a kernel of somebody else's thread is compiled as always"
     assert noted == [KernelOrder("m", name, key, 4) for name, key in (("a", "1"), ("a", "2"), ("b", "1"))]
     assert triton.knobs.runtime.jit_cache_hook is None
+
+
+def test_the_size_of_a_kernel_counts_what_it_calls(monkeypatch):
+    """The kernel that takes longest, the drawing of a token, is short by itself."""
+    helper = triton.JITFunction.__new__(triton.JITFunction)
+    helper._src, helper.fn = "1234567", sized
+    kernel = types.SimpleNamespace(src="123", fn=sized)
+    monkeypatch.setitem(sized.__globals__, "missing", helper)  # which calls itself
+    assert compile_monitor._source_size(kernel) == 10
+
+
+def sized():
+    return missing
 
 
 def test_what_only_lists_launches_nothing(monkeypatch):

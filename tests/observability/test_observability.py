@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tokenspeed.observability.logs import configure_logging
-from tokenspeed.observability.startup import VARIABLE, count_compiles, startup_phase
+from tokenspeed.observability.startup import VARIABLE, count_compiles, startup_phase, unrecorded
 
 
 @pytest.fixture
@@ -78,6 +78,14 @@ def test_ends_say_what_was_compiled(records):
     ends = {r["phase"]: (r["triton_compiles"], r["triton_compile_s"]) for r in records() if r["event"] == "end"}
     assert ends == {"before": (None, None), "outer": (3, 2.5), "inner": (1, 2.0)}
     assert all("triton_compiles" not in r for r in records() if r["event"] == "start")
+
+
+def test_a_rehearsal_is_not_recorded(records):
+    with unrecorded(), startup_phase("weights.target"):
+        pass
+    with startup_phase("kv.build"):
+        pass
+    assert {record["phase"] for record in records()} == {"kv.build"}
 
 
 def test_off_reads_no_clock(caplog, monkeypatch):

@@ -10,6 +10,7 @@ then compiles by itself.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import logging
@@ -18,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +34,7 @@ from tokenspeed.config.model import ModelConfig
 from tokenspeed.kernels.cpu.native.build import cache_folders
 from tokenspeed.kernels.triton.compile_monitor import KernelOrder
 from tokenspeed.runner import warm_up
-from tokenspeed.runner.compile_worker import END, POLL_S, Compiled, Target, encoded, publish, result
+from tokenspeed.runner.compile_worker import END, POLL_S, Compiled, Target, encoded, hash_compiler, publish, result
 from tokenspeed.runner.warm_up import EXPERT_TOKENS, plan_pages, representatives, warm_up_plans
 
 CACHE_VARIABLE = "TRITON_CACHE_DIR"
@@ -85,6 +87,8 @@ class CompileJob:
         self._marker = marker
         self._about = about
         self._started_s = time.time()
+        self._hashing = threading.Thread(target=_hash_compiler, name="hash-compiler", daemon=True)
+        self._hashing.start()
         self._orders: dict[str, KernelOrder] = {}
         self._results: dict[str, Compiled] = {}
 
@@ -112,6 +116,7 @@ class CompileJob:
         Args:
             load: called for each kernel as soon as it is compiled.
         """
+        self._hashing.join()  # the first kernel that is loaded needs it
         if self._workers is None or self._folder is None:
             return self._about
         (self._folder / END).touch()
@@ -182,6 +187,12 @@ class CompileJob:
         except OSError:
             lines = []
         return lines[-1] if lines else "they said nothing"
+
+
+def _hash_compiler() -> None:
+    """Beside the load: most of it is done without Python's lock."""
+    with contextlib.suppress(ImportError):
+        hash_compiler()
 
 
 def start_compile(config: EngineConfig) -> CompileJob:

@@ -76,7 +76,8 @@ def main() -> int:
     for module in pkgutil.iter_modules(tokenspeed.kernels.triton.__path__, "tokenspeed.kernels.triton."):
         with contextlib.suppress(ImportError):  # a part of Triton that this version lacks: no order will need it
             importlib.import_module(module.name)
-    _hash_compiler()
+    with contextlib.suppress(ImportError):
+        hash_compiler()
     children = []
     for index in range(1, count):
         child = os.fork()
@@ -171,9 +172,9 @@ def _absent_gpu(target: GPUTarget) -> Any:
     )
 
 
-def _hash_compiler() -> None:
-    """Triton's cache keys hold a hash of its own files, some 400 MB: read them once, before forking."""
-    from triton.runtime.cache import triton_key  # of this version; without it each process reads them
+def hash_compiler() -> None:
+    """Triton's cache keys hold a hash of its own files, some 400 MB, which it reads once a process."""
+    from triton.runtime.cache import triton_key  # not in every version; then the first kernel has it read
 
     triton_key()
 

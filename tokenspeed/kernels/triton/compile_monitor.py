@@ -100,7 +100,7 @@ class KernelOrder:
     Fields:
         module, name: where the kernel is found.
         data: Triton's own description of the variant, for `JITFunction.preload`.
-        size: characters of its source; a longer one takes longer to compile, as a rule.
+        size: characters of its source with what it calls; a longer one takes longer to compile, as a rule.
     """
 
     module: str
@@ -158,8 +158,22 @@ class KernelList:
         if (fn.module, fn.name, key) not in self._seen:
             self._seen.add((fn.module, fn.name, key))
             kernel = fn.jit_function
-            self._note(KernelOrder(fn.module, fn.name, compile["specialization_data"], len(kernel.src)))
+            self._note(KernelOrder(fn.module, fn.name, compile["specialization_data"], _source_size(kernel)))
         return True
+
+
+def _source_size(kernel: Any) -> int:
+    """Characters of a kernel and of all functions of ours that it calls, each once."""
+    seen: dict[int, int] = {}
+    left = [kernel]
+    while left:
+        function = left.pop()
+        if id(function) in seen:
+            continue
+        seen[id(function)] = len(function.src)
+        names = function.fn.__globals__
+        left += [names[name] for name in function.fn.__code__.co_names if isinstance(names.get(name), JITFunction)]
+    return sum(seen.values())
 
 
 def load_kernel(order: KernelOrder) -> Any:
