@@ -21,7 +21,7 @@ from tokenspeed.kernels.triton.decode_attention import (
 from tokenspeed.kernels.triton.pointwise import qkv_rope_cache, rms_norm, silu_and_mul
 from tokenspeed.kernels.triton.prefill_attention import prefill_attention
 from tokenspeed.kernels.triton.sampling import masked_rows, sample_rows
-from tokenspeed.kernels.triton.small_linear import MAX_ROWS, fused_linear, make_workspace
+from tokenspeed.kernels.triton.small_linear import MAX_ROWS, fused_linear, is_for_cublas, make_workspace
 from tokenspeed.kernels.triton.step_inputs import decode_inputs, prefill_inputs
 from tokenspeed.kernels.triton.whole_prompts import are_whole_prompts, attend_whole_prompts
 
@@ -201,16 +201,19 @@ class _SiluAndMul:
 
 
 class _Linear:
-    """`kernels.ops.Linear`: cuBLAS, and for few rows of 16 bits our own kernel, which is quicker for a head."""
+    """`kernels.ops.Linear`: cuBLAS, and for few rows of 16 bits our own kernels, where they are quicker."""
 
     def __init__(self, fused: TritonLinear | None) -> None:
         self._fused = fused
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         fused = self._fused
-        if fused is not None and 0 < x.shape[0] <= MAX_ROWS and fused.why_not(x.shape[1]) is None and x.is_contiguous():
-            return fused(x, weight, bias)
-        return functional.linear(x, weight, bias)
+        num_rows, width = x.shape
+        if fused is None or not 0 < num_rows <= MAX_ROWS or fused.why_not(width) is not None or not x.is_contiguous():
+            return functional.linear(x, weight, bias)
+        if is_for_cublas(num_rows, weight.shape[0], width):
+            return functional.linear(x, weight, bias)
+        return fused(x, weight, bias)
 
 
 def _make_linear(need: Need) -> _Linear:

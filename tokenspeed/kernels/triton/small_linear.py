@@ -416,6 +416,23 @@ def choose_tile(num_rows: int, num_out: int, width: int, needs_whole_k: bool) ->
     return SkinnyTile(split_k=split_k)
 
 
+LARGE_WEIGHT = 2 * 10**8
+"""Elements: more than a layer of a model of 8 billion parameters has in one weight, fewer than its head."""
+FULL_TILES = (16, 32)
+
+
+def is_for_cublas(num_rows: int, num_out: int, width: int) -> bool:
+    """Whether cuBLAS is quicker for a plain linear of up to 64 rows: for a large weight and several rows, unless the
+    rows fill tiles of 16 or 32 of which no row is idle, at widths of whole steps of 128.
+
+    One H200, us by the tensor-core kernel / cuBLAS. 151,936 outputs of 4096: 8 rows 314 / 289, 16: 285 / 293, 24: 319 /
+    295, 32: 291 / 297, 40: 343 / 297, 64: 330 / 303. 201,088 outputs of 2880: 4 rows 293 / 268, 8: 293 / 270, 16: 297 /
+    274, 24: 298 / 274, 32: 293 / 278, 64: 286 / 297. One row, where the GEMV is the other: 277 / 289 and 255 / 274.
+    """
+    is_full = num_rows in FULL_TILES and width % 128 == 0
+    return num_rows > 1 and num_out * width >= LARGE_WEIGHT and not is_full
+
+
 def _gemv_tile(num_out: int, width: int) -> GemvTile:
     if num_out > HEAD_ROWS:
         return GemvTile(4, 1024, 4) if width % 1024 == 0 else GemvTile(2, 2048, 4)
