@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,6 +195,28 @@ def test_a_launch_that_fails_fails_its_own_result(recording: Recording, monkeypa
         assert tokens([before.result().rows]) == tokens([expected])
         with pytest.raises(RuntimeError, match="the device is gone"):
             after.result()
+
+
+@BOTH_WAYS
+def test_what_is_left_of_a_failed_launch_is_waited_for(
+    graphs: GraphPlan, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copies from pinned memory were queued already; the next step with those buffers filled them under the
+    copies' feet, because there was no step whose result to wait for."""
+    plan = next(plan for plan in random_plans(0) if any(row.samples for row in plan.rows))
+    waits: list[str] = []
+
+    def fail(*_: Any) -> None:
+        raise ValueError("after the copies")
+
+    with opened(graphs, recording) as runner:
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "_stream", SimpleNamespace(synchronize=lambda: waits.append("waited")))
+            patch.setattr(runner._drawing, "finish", fail)
+            failed = runner.execute(plan)
+            assert waits == ["waited"]
+        with pytest.raises(ValueError, match="after the copies"):
+            failed.result()
 
 
 def test_the_thread_is_as_it_was_once_a_runner_is_closed(recording: Recording) -> None:

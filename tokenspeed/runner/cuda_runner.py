@@ -176,6 +176,8 @@ class CudaModelRunner:
             with self._profiler.step(plan.step_id):
                 staging.step = self._launch(plan, staging)
         except Exception as error:  # the whole step failed: who asks for its result must know, whatever it was
+            with contextlib.suppress(RuntimeError):  # a device that has failed
+                self._stream.synchronize()  # what was queued of it reads the buffers that the next step fills
             return _failed(self._graph_plan.memory_errors.of_step(error))
         return staging.step
 
