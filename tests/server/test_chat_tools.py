@@ -271,8 +271,6 @@ async def test_strict_holds_the_models_own_calls_to_their_schemas():
         (one,) = await both(http, tools=TOOLS)
         await both(http, tools=TOOLS, thinking_budget=5)
         await both(http, tools=loose)
-        engine.grammar_kinds = frozenset(("json_schema",))
-        await both(http, tools=TOOLS)
     assert (one.reasoning, one.finish_reason) == ("Hm", "tool_calls") and len(one.calls) == 1
     strict, _, bounded, _, *others = [request.grammar for request in engine.requests]
     tag, free = json.loads(strict.text)["format"]["tags"]
@@ -280,7 +278,55 @@ async def test_strict_holds_the_models_own_calls_to_their_schemas():
     assert free["content"]["json_schema"] == {"type": "object", "additionalProperties": {}}
     assert strict.starts_after is None, "the free text may be reasoning"
     assert bounded.starts_after == tuple(b"</think>")
-    assert others == [None] * 4
+    assert others == [None] * 2
+
+
+@pytest.mark.parametrize(
+    ("kinds", "tools", "words"),
+    [
+        (("json_schema", "regex", "ebnf"), "qwen", "--grammar-backend xgrammar"),
+        (("json_schema", "regex", "ebnf"), "llama", "--grammar-backend xgrammar"),
+        (("structural_tag",), "gpt-oss", "--grammar-backend xgrammar"),
+        ((), "kimi_k3", "--grammar-backend xgrammar"),
+        (("structural_tag", "token_tag"), "passthrough", "--tool-call-parser"),
+    ],
+)
+@pytest.mark.parametrize("path", [URL, "/v1/responses", "/v1/messages"])
+async def test_strict_that_cannot_be_held_is_refused(kinds: tuple[Any, ...], tools: str, words: str, path: str):
+    """The bug: it was taken and ignored."""
+    engine = ScriptedClient("Hi", "<|start|>assistant" if tools == "gpt-oss" else "<|im_start|>assistant\n")
+    engine.grammar_kinds = frozenset(kinds)
+    bodies: dict[str, Any] = {
+        URL: chat(tools=TOOLS),
+        "/v1/responses": {
+            "model": "tiny", "input": "hi",
+            "tools": [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": True}],
+        },
+        "/v1/messages": {
+            "model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}],
+            "tools": [{"name": "f", "input_schema": SCHEMA, "strict": True}],
+        },
+    }  # fmt: skip
+    reasoning = {"gpt-oss": "gpt-oss", "kimi_k3": "kimi_k3"}.get(tools, "passthrough")
+    async with serving(engine, tool_call_parser=tools, reasoning_parser=reasoning) as http:
+        response = await http.post(path, json=bodies[path])
+        assert response.status_code == 400 and not engine.requests
+        said = response.json()["error"]["message"]
+        assert "strict: true" in said and words in said and "leave strict out" in said
+        loose = json.loads(json.dumps(bodies[path]).replace('"strict": true', '"strict": false'))
+        assert (await http.post(path, json=loose)).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["llama", "pythonic", "json"])
+async def test_an_answers_beginning_is_held_behind_the_reasoning(name: str):
+    """Where only the beginning of an answer tells calls, the constraint waits for the answer."""
+    engine = ScriptedClient("Hm\n</think>\n\nHi")
+    async with serving(engine, tool_call_parser=name) as http:
+        await both(http, tools=TOOLS)
+        engine.prompt = "<think>\n\n</think>\n\n"
+        await both(http, tools=TOOLS)
+    behind, _, at_once, _ = engine.requests
+    assert behind.grammar.starts_after == tuple(b"</think>") and at_once.grammar.starts_after is None
 
 
 async def test_an_answers_schema_beside_tools():
@@ -316,7 +362,7 @@ async def test_auto_needs_a_known_format():
         (one,) = await both(http, tools=TOOLS, tool_choice="required")
         assert [call[1] for call in one.calls] == ["f"]
     async with http_client(ScriptedClient("x"), tool_call_parser="passthrough") as http:
-        assert (await both(http, tools=TOOLS))[0].content == "x"
+        assert (await both(http, tools=TOOLS[1:]))[0].content == "x"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,16 @@ def text_form(text: str) -> Form:
     return {"type": "const_string", "value": text}
 
 
+def regex_form(pattern: str) -> Form:
+    """Text that matches as a whole."""
+    return {"type": "regex", "pattern": pattern}
+
+
+def any_text(*excluded: str) -> Form:
+    """Any text in which none of these stands."""
+    return {"type": "any_text", "excludes": list(excluded)}
+
+
 def sequence(*parts: Form) -> Form:
     """One behind the other."""
     return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": list(parts)}
@@ -35,6 +45,11 @@ def either(forms: Sequence[Form]) -> Form:
 def optional(form: Form) -> Form:
     """Once or not at all."""
     return {"type": "optional", "content": form}
+
+
+def listed(item: Form, separator: str) -> Form:
+    """One or more, with text between that matches `separator`."""
+    return sequence(item, repeated(sequence(regex_form(separator), item)))
 
 
 def repeated(form: Form) -> Form:

@@ -33,8 +33,8 @@ _DATE = (
 )
 """Days that there are: RFC 3339, appendix C for leap years."""
 
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:(?:[0-5][0-9]|60)(?:\.[0-9]+)?(?:Z|[+\-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_CALENDAR = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{_TIME}$"}
+TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:(?:[0-5][0-9]|60)(?:\.[0-9]+)?(?:Z|[+\-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_CALENDAR = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{TIME}$"}
 """Formats of which xgrammar knows only the shape: it takes 31 days for any month. As patterns both libraries obey."""
 
 STRING_KEYWORDS = ("minLength", "maxLength", "pattern", "format")

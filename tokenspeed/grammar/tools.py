@@ -9,11 +9,13 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from tokenspeed.grammar.forms import Form, either, json_form, optional, sequence, text_form
+from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.json_schema import rewrite_schema
+from tokenspeed.grammar.openings import calls_or_text
 from tokenspeed.grammar.tagged import tagged_arguments
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
-from tokenspeed.text.parsers.interface import CallMarks
+from tokenspeed.text.parsers.interface import CallMarks, OpeningMarks
 
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
@@ -45,16 +47,28 @@ def tool_choice_schema(
     return GrammarSpec(kind="json_schema", text=json.dumps(schema), starts_after=starts_after, param="tools")
 
 
-def strict_calls(tools: Sequence[dict[str, Any]], strict: Collection[str], marks: CallMarks) -> GrammarSpec:
+def strict_calls(
+    tools: Sequence[dict[str, Any]], strict: Collection[str], marks: CallMarks | OpeningMarks
+) -> GrammarSpec:
     """Free text, in which whatever begins as a call is one: of a tool on offer, with arguments that obey its schema.
 
     Args:
         strict: names of the tools whose schemas count; arguments of the others are any object.
-        marks: the model's format.
+        marks: the model's format. With `OpeningMarks` the grammar is of an answer from its first character on, else of
+            all that the model writes.
 
     Raises:
-        InvalidRequest: parameters that cannot be compiled.
+        InvalidRequest: parameters that cannot be compiled, or cannot be held in the format.
     """
+    if isinstance(marks, OpeningMarks):
+
+        def schema_of(function: dict[str, Any], root: str) -> dict[str, Any] | None:
+            return _parameters(function, root) if function["name"] in strict else None
+
+        try:
+            return _structural(calls_or_text([tool["function"] for tool in tools], marks, schema_of), "tools")
+        except GrammarError as error:
+            raise _cannot_hold(str(error)) from None
     tags = [_tag(tool["function"], marks, tool["function"]["name"] in strict) for tool in tools]
     if marks.list_key is not None:
         tags.append(_list_tag(tools, strict, marks.trigger, marks.list_key, several=True))
@@ -75,7 +89,7 @@ def answer_or_calls(
         InvalidRequest: parameters that cannot be compiled.
     """
     plain = answer_form(answer)
-    if plain is None:
+    if plain is None or marks.section is None:
         return None
     calls = {
         "type": "tags_with_separator",
@@ -121,7 +135,10 @@ def _structural(form: Form, param: str) -> GrammarSpec:
 def _tag(function: dict[str, Any], marks: CallMarks, is_strict: bool) -> Form:
     if marks.parameters is not None:
         schema = _parameters(function) if is_strict else None
-        content = tagged_arguments(schema, function.get("parameters"), marks.parameters)
+        try:
+            content = tagged_arguments(schema, function.get("parameters"), marks.parameters)
+        except GrammarError as error:
+            raise _cannot_hold(f"the parameters of the tool {function['name']!r}: {error}") from None
     else:
         content = arguments_form(function, is_strict)
     if marks.behind_number is not None:
@@ -133,6 +150,14 @@ def _tag(function: dict[str, Any], marks: CallMarks, is_strict: bool) -> Form:
         before, pattern = marks.own_id
         content = sequence(optional(sequence(text_form(before), {"type": "regex", "pattern": pattern})), content)
     return {"type": "tag", "begin": marks.begin(function["name"]), "content": content, "end": marks.end}
+
+
+def _cannot_hold(said: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{said}. Or leave `strict` out of that tool, or force the call by tool_choice: forced calls obey any schema",
+        param="tools",
+        code="invalid_schema",
+    )
 
 
 def _list_tag(tools: Sequence[dict[str, Any]], strict: Collection[str], begin: str, key: str, several: bool) -> Form:

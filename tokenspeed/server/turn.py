@@ -166,8 +166,9 @@ async def prepare_turn(context: ServerContext, request: TurnRequest, sampling: S
     is_whole = grammar is not None and grammar.kind == "token_tag"
     if is_whole and _is_behind(formats.reasoning, parsing, talk.continue_final_message):
         grammar, is_whole = request.grammar, False  # an answer has been begun: it is no call
-    # Free text with strict calls, and a whole output, may hold the reasoning, too.
-    waits = grammar is not None and not is_whole and (forced or request.grammar is not None)
+    # Free text with strict calls, and a whole output, may hold the reasoning, too; an answer's beginning does not.
+    of_answer = forced or request.grammar is not None or formats.tools.openings is not None
+    waits = grammar is not None and not is_whole and of_answer
     if waits or is_whole or request.thinking_budget is not None:
         start = _constraint_start(formats.reasoning, parsing, talk.continue_final_message, waits)
         if is_whole:
@@ -247,6 +248,8 @@ def _grammar(context: ServerContext, request: TurnRequest, offered: list[dict[st
             code="unsupported_field",
         )
     has_strict = any(tool["function"]["name"] in request.strict_tools for tool in offered)
+    if has_strict:
+        _check_strict(context)
     messages = context.formats.tools.messages if "token_tag" in context.client.grammar_kinds else None
     if messages is not None and (answer is not None or has_strict):
         token_to_id = context.client.tokenizer.token_to_id
@@ -262,9 +265,33 @@ def _grammar(context: ServerContext, request: TurnRequest, offered: list[dict[st
         if both is None:
             raise _no_room(answer, mode)
         return both
-    if marks is not None and has_strict:
-        return strict_calls(offered, request.strict_tools, marks)
+    spelled = marks or context.formats.tools.openings
+    if spelled is not None and has_strict:
+        return strict_calls(offered, request.strict_tools, spelled)
     return None
+
+
+def _check_strict(context: ServerContext) -> None:
+    """Whether a grammar can hold the model's own calls here.
+
+    Raises:
+        InvalidRequest: says why not, and what would.
+    """
+    tools, kinds, reason = context.formats.tools, context.client.grammar_kinds, None
+    if tools.marks is None and tools.openings is None and tools.messages is None:
+        reason = f"the calls of --tool-call-parser {tools.names[0]} are any text; name the model's own format there"
+    elif ("structural_tag" if tools.messages is None else "token_tag") not in kinds:
+        reason = "it needs --grammar-backend xgrammar, which this server does not run with"
+    elif tools.messages is not None:
+        ids = map(context.client.tokenizer.token_to_id, tools.messages.specials)
+        if None in ids:
+            reason = f"the tokenizer lacks special tokens of the format {tools.names[0]}"
+    if reason is not None:
+        raise InvalidRequest(
+            f"strict: true in a tool cannot be held with tool_choice 'auto': {reason}. Or leave strict out",
+            param="tools",
+            code="unsupported_field",
+        )
 
 
 def _no_room(answer: GrammarSpec, mode: str) -> InvalidRequest:

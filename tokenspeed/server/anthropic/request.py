@@ -43,8 +43,8 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A tool that the client runs. `input_schema` is a JSON schema.
 
     Fields:
-        strict: the input obeys the schema: of forced calls (`tool_choice` any or tool) it always does, of others where
-            the model's format allows that.
+        strict: the input obeys the schema: of forced calls (`tool_choice` any or tool) it always does, of others too,
+            or the request is refused.
         eager_input_streaming: input is always streamed as it is written.
     """
 

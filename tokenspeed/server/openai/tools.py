@@ -23,7 +23,7 @@ class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
     Fields:
         parameters: JSON schema of the arguments; none = no arguments are described.
         strict: arguments obey the schema: of forced calls (`tool_choice` required or a function) they always do, of
-            others where the model's format allows that (docs/serving/reasoning-and-tools.md).
+            others too, or the request is refused (docs/serving/reasoning-and-tools.md).
     """
 
     name: ToolName

@@ -17,7 +17,7 @@ class FunctionTool(msgspec.Struct, tag_field="type", tag="function", kw_only=Tru
 
     Fields:
         strict: arguments obey the schema: of forced calls (`tool_choice` required or a function) they always do, of
-            others where the model's format allows that.
+            others too, or the request is refused.
     """
 
     name: ToolName

@@ -220,11 +220,18 @@ class ParameterMarks:
         begin: the texts in front of its name, and between name and value (any of them).
         end: the text behind its value.
         line: the value stands on a line of its own.
+        by_type: the text between name and value says the value's JSON type: type -> such texts. None: the tool's schema
+            alone says it.
+        unknown: without `by_type`: what a value is read as of which the schema says no type.
+        whole: the texts around a JSON object that may hold all arguments in place of parameters; None: none may.
     """
 
     begin: tuple[str, tuple[str, ...]]
     end: str
     line: bool = False
+    by_type: Mapping[str, tuple[str, ...]] | None = None
+    unknown: Literal["string", "any"] = "string"
+    whole: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +248,8 @@ class CallMarks:
         before_arguments: the text behind all that, in front of the arguments.
         list_key: behind `trigger` there may also be a JSON array of all calls, objects with `name` and, by this key,
             the arguments. None: that is no call.
-        section: the texts around the calls of an answer that has nothing else.
+        section: the texts around the calls of an answer that has nothing else; None: a grammar cannot tell such an
+            answer from another.
         separator: the text between two calls.
         parameters: see `ParameterMarks`; None: the arguments are JSON.
     """
@@ -253,10 +261,28 @@ class CallMarks:
     own_id: tuple[str, str] | None = None
     before_arguments: str = ""
     list_key: str | None = None
-    section: tuple[str, str] = ("", "")
+    section: tuple[str, str] | None = ("", "")
     separator: str = ""
     banned: tuple[str, ...] = ()
     parameters: ParameterMarks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpeningMarks:
+    """How calls are spelled that an output begins with, where nothing but this beginning tells them from an answer.
+
+    Fields:
+        style: a call is a JSON object with name and arguments ("object"), or a Python call with keywords in a list
+            ("python").
+        tag: text behind which there are calls, too, wherever it stands; None: there is none.
+        around: texts that may stand around calls in front; None: there are none.
+        arrays: objects may also stand in a JSON array.
+    """
+
+    style: Literal["object", "python"]
+    tag: str | None = None
+    around: tuple[str, str] | None = None
+    arrays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +315,8 @@ class ToolFormat:
 
     Fields:
         ids: the family's form of call ids, for calls that were forced into another format (`tool_choice` required).
-        marks: see `CallMarks`; None for formats that spell a call in several ways.
+        marks: see `CallMarks`; None for formats whose calls have no mark that nothing else has.
+        openings: see `OpeningMarks`, for these.
         messages: see `MessageMarks`; None for formats whose output is no chain of messages.
     """
 
@@ -301,6 +328,7 @@ class ToolFormat:
     whole: WholeFormat | None = None
     ids: CallId = call_id
     marks: CallMarks | None = None
+    openings: OpeningMarks | None = None
     messages: MessageMarks | None = None
 
 

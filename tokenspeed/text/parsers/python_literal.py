@@ -137,7 +137,13 @@ def _skip_string(cursor: Cursor, sink: Sink) -> Steps[bool]:
 
 
 def to_json(source: str) -> str | None:
-    """A literal (with JSON's `true`, `false`, `null` too) as JSON text; None when it is none."""
+    """A literal (with JSON's `true`, `false`, `null` too) as JSON text; None when it is none. What is JSON stays as it
+    is: it holds numbers that Python's types do not, and halves of characters that only together are one."""
+    try:
+        json.loads(source, parse_constant=_refuse_constant)
+        return source.strip()
+    except (ValueError, RecursionError):
+        pass
     try:
         return json.dumps(literal(source), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
@@ -181,3 +187,7 @@ def _key(node: ast.expr | None) -> str:
         raise ValueError("** in a literal")
     value = _value(node)
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import get_args
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
-from tokenspeed.text.parsers.interface import Delta, ParseContext
+from tokenspeed.text.parsers.interface import CallMarks, Delta, ParameterMarks, ParseContext
 from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, give_up, marked_arguments
 from tokenspeed.text.parsers.output import Output
 from tokenspeed.text.parsers.typed_arguments import ANY, NOT_STRING, STRING, Kind, Kinds, ObjectWriter
@@ -31,6 +32,24 @@ _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 _CHANNELS = ("think", "response", "tools")
 _CHANNEL_EDGE = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})({'|'.join(_CHANNELS)}){re.escape(_SEP)}")
 THINK_END = f"{_CLOSE}think{_SEP}"
+_SPACES = " \n\r\t"  # that may stand in a bracket, in front of the element's name or behind all
+_TYPES = {kind: (kind,) for kind in get_args(Kind)} | {"integer": ("number", "integer")}
+
+CALLS = CallMarks(
+    f"{_OPEN}call",
+    lambda name: f'{_OPEN}call tool="{name}" index="',
+    _CALL_END,
+    behind_number=f'"{_SEP}',
+    section=None,
+    banned=tuple(_OPEN + space for space in _SPACES),
+    parameters=ParameterMarks(
+        (f'{_OPEN}argument key="', ()),
+        f"{_CLOSE}argument{_SEP}",
+        by_type={kind: tuple(f'" type="{name}"{_SEP}' for name in names) for kind, names in _TYPES.items()},
+        whole=(f'{_OPEN}json type="object"{_SEP}', f"{_CLOSE}json{_SEP}"),
+    ),
+)
+"""Attributes in the order of the published encoding, arguments one by one."""
 
 
 def xtml_id(context: ParseContext, name: str, index: int) -> str:
@@ -84,7 +103,7 @@ class XtmlParser:
             self.cursor.record(edge)
             found = yield from self.cursor.within(_SEPARATOR, MAX_NAME_CHARS)
             raw = self.cursor.recorded()
-            tag, _, attributes = ("" if found is None else found[0].strip()).partition(" ")
+            tag, _, attributes = ("" if found is None else found[0].strip(_SPACES)).partition(" ")
             if edge == _OPEN and tag == "call" and self._channel == "tools":
                 yield from self._call(raw, _attributes(attributes))
             elif edge == _OPEN and tag in (*_CHANNELS, "message"):
@@ -111,7 +130,7 @@ class XtmlParser:
         yield from cursor.space()
         while (yield from cursor.literal(_OPEN)):
             found = yield from cursor.within(_SEPARATOR, MAX_NAME_CHARS)
-            tag, _, rest = ("" if found is None else found[0].strip()).partition(" ")
+            tag, _, rest = ("" if found is None else found[0].strip(_SPACES)).partition(" ")
             inner = _attributes(rest)
             if tag == "json":
                 yield from self._json_call()

@@ -7,7 +7,7 @@ is an object without arguments: there is no markup that says it was meant as a c
 from __future__ import annotations
 
 from tokenspeed.text.parsers.cursor import Cursor, Steps
-from tokenspeed.text.parsers.interface import CallId, Example, ToolFormat, ToolSpec
+from tokenspeed.text.parsers.interface import CallId, Example, OpeningMarks, ToolFormat, ToolSpec
 from tokenspeed.text.parsers.json_call import call_list, call_sequence, text_or_cut
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
@@ -32,7 +32,7 @@ def forced_calls(ids: CallId) -> ToolFormat:
     return ToolFormat(names=("json",), make=grammar_format(grammar, ids=ids, is_forced=True), ids=ids)
 
 
-FORMAT = ToolFormat(names=("json",), make=grammar_format(grammar))
+FORMAT = ToolFormat(names=("json",), make=grammar_format(grammar), openings=OpeningMarks("object", arrays=True))
 
 EXAMPLES = (
     Example("Hello [1] {x}", "Hello [1] {x}"),

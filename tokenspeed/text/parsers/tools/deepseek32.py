@@ -7,13 +7,15 @@ markup.
 
 from __future__ import annotations
 
+from typing import get_args
+
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ToolFormat, ToolSpec
+from tokenspeed.text.parsers.interface import CallMarks, Example, ModelTraits, ParameterMarks, ToolFormat, ToolSpec
 from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, give_up, marked_arguments
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
 from tokenspeed.text.parsers.sectioned import sectioned
-from tokenspeed.text.parsers.typed_arguments import NOT_STRING, STRING, ObjectWriter
+from tokenspeed.text.parsers.typed_arguments import NOT_STRING, STRING, Kind, ObjectWriter
 
 _SECTION = tuple(f"<{slash}｜DSML｜{word}>" for word in ("function_calls", "tool_calls") for slash in ("", "/"))
 _INVOKE_END = "</｜DSML｜invoke>"
@@ -62,6 +64,18 @@ FORMAT = ToolFormat(
     why_not=why_not,
     rank=10,
     needs_special_tokens=True,
+    marks=CallMarks(
+        '<｜DSML｜invoke name="',
+        lambda name: f'<｜DSML｜invoke name="{name}">',
+        _INVOKE_END,
+        section=None,
+        parameters=ParameterMarks(
+            (_PARAMETER, ()),
+            "</｜DSML｜parameter>",
+            by_type={kind: (f'" string="{"true" if kind == "string" else "false"}">',) for kind in get_args(Kind)},
+            whole=("", ""),
+        ),
+    ),
 )
 
 EXAMPLES = (

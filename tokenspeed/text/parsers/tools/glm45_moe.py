@@ -65,7 +65,9 @@ FORMAT = ToolFormat(
         lambda name: f"<tool_call>{name}",
         "</tool_call>",
         separator="\n",
-        parameters=ParameterMarks(("<arg_key>", ("</arg_key>\n<arg_value>", "</arg_key><arg_value>")), "</arg_value>"),
+        parameters=ParameterMarks(
+            ("<arg_key>", ("</arg_key>\n<arg_value>", "</arg_key><arg_value>")), "</arg_value>", unknown="any"
+        ),
     ),
 )
 

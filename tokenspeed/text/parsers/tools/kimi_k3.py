@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenspeed.text.parsers.interface import Example, ModelTraits, ParseContext, ToolFormat, ToolSpec
-from tokenspeed.text.parsers.xtml import XtmlParser, xtml_id
+from tokenspeed.text.parsers.xtml import CALLS, XtmlParser, xtml_id
 
 
 def make(context: ParseContext) -> XtmlParser:
@@ -18,7 +18,14 @@ def why_not(traits: ModelTraits) -> str | None:
 
 
 FORMAT = ToolFormat(
-    names=("kimi_k3",), make=make, why_not=why_not, rank=10, needs_special_tokens=True, whole=XtmlParser, ids=xtml_id
+    names=("kimi_k3",),
+    make=make,
+    why_not=why_not,
+    rank=10,
+    needs_special_tokens=True,
+    whole=XtmlParser,
+    ids=xtml_id,
+    marks=CALLS,
 )
 
 EXAMPLES = (

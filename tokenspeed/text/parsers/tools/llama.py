@@ -7,7 +7,7 @@ have parameters. Code behind the tag (the built-in tools) is content.
 from __future__ import annotations
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ToolFormat, ToolSpec
+from tokenspeed.text.parsers.interface import Example, ModelTraits, OpeningMarks, ToolFormat, ToolSpec
 from tokenspeed.text.parsers.json_call import call_sequence
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
@@ -39,6 +39,7 @@ FORMAT = ToolFormat(
     why_not=why_not,
     rank=50,
     needs_special_tokens=True,
+    openings=OpeningMarks("object", tag="<|python_tag|>"),
 )
 
 EXAMPLES = (

@@ -7,11 +7,12 @@ call as malformed.
 
 from __future__ import annotations
 
+import math
 import re
 
 from tokenspeed.text.parsers import python_literal
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
-from tokenspeed.text.parsers.interface import Example, ModelTraits, ToolFormat, ToolSpec
+from tokenspeed.text.parsers.interface import Example, ModelTraits, OpeningMarks, ToolFormat, ToolSpec
 from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, give_up
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
@@ -26,7 +27,7 @@ def grammar(cursor: Cursor, output: Output) -> Steps[None]:
     """One list of calls; what follows it is content."""
     cursor.record("")
     yield from cursor.space()
-    wrapped = yield from cursor.literal("<|python_start|>")
+    yield from cursor.literal("<|python_start|>")
     yield from cursor.space()
     more = yield from cursor.literal("[")
     while more:
@@ -47,9 +48,8 @@ def grammar(cursor: Cursor, output: Output) -> Steps[None]:
         return
     cursor.recorded()
     yield from cursor.space()
-    if wrapped:
-        yield from cursor.literal("<|python_end|>")
-        yield from cursor.space()
+    yield from cursor.literal("<|python_end|>")
+    yield from cursor.space()
 
 
 def _arguments(cursor: Cursor, output: Output) -> Steps[bool]:
@@ -96,7 +96,12 @@ def why_not(traits: ModelTraits) -> str | None:
 
 
 FORMAT = ToolFormat(
-    names=("pythonic",), make=grammar_format(grammar), why_not=why_not, rank=20, needs_special_tokens=True
+    names=("pythonic",),
+    make=grammar_format(grammar),
+    why_not=why_not,
+    rank=20,
+    needs_special_tokens=True,
+    openings=OpeningMarks("python", around=("<|python_start|>", "<|python_end|>")),
 )
 
 EXAMPLES = (
@@ -116,6 +121,7 @@ EXAMPLES = (
         "Text",
         calls=(("f", {"a": 'x "y"\nAé•A\\qz', "b": True}),),
     ),
+    Example('[f(n=1e400, o={"k": "\\ud83d\\ude00"})]', calls=(("f", {"n": math.inf, "o": {"k": "😀"}}),)),
     Example("[f(a=1)]", "[f(a=1)]", tools=(ToolSpec("g"),)),
     Example("[f(a=1, a=2)] t", "2)] t", calls=(("f", '{"a": 1'),), incomplete=True),
     Example("[f(a=1, b=x.y)] t", ")] t", calls=(("f", '{"a": 1'),), incomplete=True),

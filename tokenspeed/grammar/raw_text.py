@@ -1,0 +1,162 @@
+"""Strings that stand between two marks as they are, not as JSON: held to pattern, format and length, while the text
+that ends them cannot be in them. No torch.
+
+A regular expression cannot say "and nowhere this text", so one character of that text is taken out of whatever the
+expression lets through of it by a class: less than what is valid. Where the expression asks for that character itself,
+there is no way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tokenspeed.grammar.format_patterns import FORMAT_PATTERNS
+from tokenspeed.grammar.forms import Form, any_text, regex_form, sequence
+from tokenspeed.grammar.interface import GrammarError
+
+_ESCAPE = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)"
+_PART = re.compile(
+    rf"{_ESCAPE}|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?:|\{{\d+(?:,\d*)?\}}|.",
+    re.DOTALL,
+)
+_MEMBER = re.compile(f"{_ESCAPE}|.", re.DOTALL)
+_STRUCTURE = frozenset("()|*+?")
+_NOT_CLASS = {"\\S": "\\s", "\\D": "\\d", "\\W": "\\w"}
+
+
+def raw_string(schema: Mapping[str, Any], end: str) -> tuple[Form, bool]:
+    """A string of a rewritten schema, as text in front of `end`; and whether its last character is certain to be its
+    own (free text may go on with a line's end).
+
+    Raises:
+        GrammarError: it cannot be held.
+    """
+    if "pattern" in schema or "format" in schema:
+        return regex_form(without(_pattern(schema), end)), True
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    other = f"[^{_escaped(end[0])}]"
+    if most is not None:
+        return regex_form(f"{other}{{{least},{most}}}"), True
+    if least:
+        return sequence(regex_form(f"{other}{{{least}}}"), any_text(end)), True
+    return any_text(end), False
+
+
+def json_inside(schema: Any, end: str) -> Any:
+    """A rewritten schema, so that no JSON by it holds `end` in a string with a length, a pattern or a pointer. (Of all
+    other strings the library leaves `end` out when it is told so.)
+
+    Raises:
+        GrammarError: a pattern asks for it.
+    """
+    if isinstance(schema, list):
+        return [json_inside(item, end) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    done = {key: value if key in ("enum", "const") else json_inside(value, end) for key, value in schema.items()}
+    if done.get("type") != "string":
+        return done
+    if "pattern" in done:
+        done["pattern"] = f"^(?:{without(_pattern(done), end)})$"
+    elif str(done.get("format")).endswith("json-pointer"):
+        done = {"type": "string", "pattern": f"^(?:{without(_pattern(done), end)})$"}
+    elif "minLength" in done or "maxLength" in done:
+        least, most = done.pop("minLength", 0), done.pop("maxLength", "")
+        done["pattern"] = f'^[^{_escaped(end[0])}"\\\\\\x00-\\x1f]{{{least},{most}}}$'
+    return done
+
+
+def without(pattern: str, end: str) -> str:
+    """The expression, or a part of what it matches, so that `end` is nowhere in it.
+
+    Raises:
+        GrammarError: it asks for the characters of `end`.
+    """
+    parts = [found[0] for found in _PART.finditer(pattern)]
+    single = [part for part in parts if _stands_for_characters(part)]
+    if any(not any(_takes(part, char) for part in single) for char in set(end)):
+        return pattern
+    for char in dict.fromkeys(end):
+        cut = [_cut(part, char) if part in single and _takes(part, char) else part for part in parts]
+        if None not in cut and not char.isalnum():
+            return "".join(part for part in cut if part is not None)
+    raise GrammarError(
+        f"the pattern {pattern[:100]!r} asks for the characters of {end!r}, which ends a value; describe it without "
+        f"{end[0]!r}"
+    )
+
+
+def _pattern(schema: Mapping[str, Any]) -> str:
+    if "pattern" in schema:
+        return str(schema["pattern"])[1:-1]  # rewritten, it is "^...$" with one item inside
+    return FORMAT_PATTERNS[schema["format"]]
+
+
+def _stands_for_characters(part: str) -> bool:
+    return part not in _STRUCTURE and part != "(?:" and not (part[0] == "{" and len(part) > 1)
+
+
+def _takes(part: str, char: str) -> bool:
+    if part == ".":
+        return char not in "\n\r"
+    if part[0] not in "[\\":
+        return part == char
+    return re.compile(part, re.ASCII).fullmatch(char) is not None
+
+
+def _cut(part: str, char: str) -> str | None:
+    """What a part stands for, but not `char`; None: nothing is left."""
+    if part == ".":
+        return rf"[^\n\r{_escaped(char)}]"
+    if part in _NOT_CLASS:
+        return f"[^{_NOT_CLASS[part]}{_escaped(char)}]"
+    if part[0] != "[":
+        return None
+    inner = part[1:-1]
+    if inner.startswith("^"):
+        rest = inner[1:]
+        return f"[^{_escaped(char)}" + ("\\" if rest.startswith("]") else "") + f"{rest}]"
+    kept, others = [], []
+    for low, high in _members(inner):
+        if low in _NOT_CLASS and _takes(low, char):
+            others.append(f"[^{_NOT_CLASS[low]}{_escaped(char)}]")
+        elif not _takes(f"[{low}-{high}]" if high else f"[{low}]", char):
+            kept.append(f"{low}-{high}" if high else low)
+        elif high:
+            kept += _halves(low, high, char)
+    if kept:
+        others.append(f"[{''.join(kept)}]")
+    return None if not others else others[0] if len(others) == 1 else f"(?:{'|'.join(others)})"
+
+
+def _members(inner: str) -> Iterator[tuple[str, str]]:
+    """The members of a class: an item and "", or both ends of a range. Items that mean more in a class are escaped."""
+    items = [found[0] for found in _MEMBER.finditer(inner)]
+    place = 0
+    while place < len(items):
+        low, high = items[place], ""
+        if items[place + 1 : place + 2] == ["-"] and place + 2 < len(items):
+            high = items[place + 2]
+        yield "\\" + low if low in "-]^[" else low, high
+        place += 3 if high else 1
+
+
+def _halves(low: str, high: str, char: str) -> list[str]:
+    """A range of characters around one of them."""
+    first, last, cut = _code(low), _code(high), ord(char)
+    ranges = ((first, cut - 1), (cut + 1, last))
+    return [f"\\u{begin:04x}-\\u{end:04x}" for begin, end in ranges if begin <= end]
+
+
+def _code(item: str) -> int:
+    if len(item) > 2:
+        return int(item[2:], 16)
+    return ord(
+        {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}.get(item[1], item[1]) if len(item) == 2 else item
+    )
+
+
+def _escaped(char: str) -> str:
+    return f"\\{char}" if char in "\\^-[]/|" else char
