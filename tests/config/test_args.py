@@ -85,6 +85,7 @@ EVERY_FIELD = {
     "enable_nan_detection": True,
     "enable_cache_report": True,
     "enable_chunked_prefill": True,
+    "skip_server_warmup": True,
     "stream_output": True,
     "schedule_policy": "priority",
     "max_queue_len": 5,

@@ -239,7 +239,7 @@ def test_a_config_without_weights_needs_dummy():
     "name",
     [
         "enable_mixed_batch", "disable_kvstore", "enable_output_logprobs", "enable_nan_detection",
-        "enable_cache_report", "stream_output", "enable_chunked_prefill",
+        "enable_cache_report", "skip_server_warmup", "stream_output", "enable_chunked_prefill",
     ],
 )  # fmt: skip
 def test_flags_without_effect_are_said(name):
@@ -319,7 +319,7 @@ def test_no_wish_is_ignored():
         "enable_log_requests": True, "enable_metrics": False, "skip_tokenizer_init": True, "decode_log_interval": 5,
         "kv_cache_dtype": "fp8", "reasoning_parser": "qwen3", "tool_call_parser": "qwen",
         "enable_auto_tool_choice": True, "enable_output_logprobs": True, "enable_nan_detection": True,
-        "enable_cache_report": True, "stream_output": True, "enable_chunked_prefill": True,
+        "enable_cache_report": True, "skip_server_warmup": True, "stream_output": True, "enable_chunked_prefill": True,
         "grammar_backend": "none", "grammar_compile_timeout_secs": 1.0, "disable_any_whitespace": True,
     }  # fmt: skip
     assert set(other) | acts_elsewhere == {field.name for field in dataclasses.fields(EngineArgs)}

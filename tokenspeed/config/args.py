@@ -287,6 +287,15 @@ class EngineArgs(DeviceArgs):
         kind="on",
         default_text="always on",
     )
+    skip_server_warmup: bool = flag(
+        False,
+        "--skip-server-warmup",
+        API,
+        "No warm-up request at the start. None is sent here: graphs and kernels are made ready without one, as the "
+        "memory that they take has to be known; accepted so that commands carry over.",
+        kind="on",
+        default_text="always on",
+    )
     stream_output: bool = flag(
         False,
         "--stream-output",

@@ -199,7 +199,6 @@ _GRAPHS = (
     ),
     *_all(
         "every path is warmed up before the server is ready; leave the flag out",
-        ("--skip-server-warmup", "no warm-up request"),
         ("--warmups", "names of warm-up requests"),
     ),
 )

@@ -368,6 +368,7 @@ _ALWAYS = {
     "enable_output_logprobs": ("--enable-output-logprobs", "on", "whoever asks for log-probabilities gets them here"),
     "enable_nan_detection": ("--enable-nan-detection", "on", "NaN logits always end only their own request here"),
     "enable_cache_report": ("--enable-cache-report", "on", "usage always tells cached prompt tokens here"),
+    "skip_server_warmup": ("--skip-server-warmup", "on", "no request is sent before the ready line here"),
     "stream_output": ("--stream-output", "on", "streams always send disjoint pieces here"),
 }
 """By field: what a flag says that asks for the only way there is."""
