@@ -82,6 +82,49 @@ async def test_a_head_that_never_ends_is_not_awaited_for_ever(engine: FakeClient
         assert answer.count(b"HTTP/1.1 200 OK") == 1 and answer.count(b"HTTP/1.1 408") == 1
 
 
+def posting(num_bytes: int) -> bytes:
+    return b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % num_bytes
+
+
+async def test_a_body_that_trickles_is_not_awaited_for_ever(engine: FakeClient, monkeypatch):
+    """The bug: whoever had sent a head kept the connection, and a task, with a byte now and then."""
+    monkeypatch.setattr(http_protocol, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(http_protocol, "BODY_BYTES_PER_S", 1e9)
+    async with running(engine) as server:
+        for pieces in (
+            [posting(9)],
+            [posting(1 << 20), *[b" "] * 400],
+            [CHUNKED, *[b"1\r\n \r\n"] * 400],
+            [GET + b"\r\n", posting(9), b"{"],
+        ):
+            answer = await exchange(server, pieces)
+            assert answer.count(b"HTTP/1.1 408 Request Timeout\r\n") == 1, answer
+            assert b"body took longer than 0.05 s" in answer and b"connection: close" in answer
+
+
+async def test_a_body_that_keeps_coming_may_take_longer(engine: FakeClient, monkeypatch):
+    """What has come buys time; then the answer is as ever."""
+    monkeypatch.setattr(http_protocol, "BODY_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(http_protocol, "BODY_BYTES_PER_S", 8)
+    body = json.dumps({"prompt": "a" * 100}).encode()
+    pieces = [body[place : place + 8] for place in range(0, len(body), 8)]
+    async with running(engine) as server:
+        answer = await exchange(server, [posting(len(body)), *pieces, GET + b"Connection: close\r\n\r\n"])
+        assert answer.count(b"HTTP/1.1 200 OK") == 2
+
+
+async def test_a_body_behind_a_request_that_is_being_answered_waits(engine: FakeClient, monkeypatch):
+    """A pipelined request's body is not late while the server itself does not read it, and no 408 cuts an answer."""
+    monkeypatch.setattr(http_protocol, "BODY_TIMEOUT_S", 0.02)
+    engine.delay_s = 0.05
+    body = json.dumps({"model": "tiny", "prompt": "a"}).encode()
+    first = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    async with running(engine) as server:
+        answer = await exchange(server, [first + posting(9)])
+        whole, _, late = answer.partition(b"HTTP/1.1 408")
+        assert whole.startswith(b"HTTP/1.1 200 OK") and whole.endswith(b"}") and late
+
+
 async def test_what_is_no_http_gets_an_error_of_the_usual_shape(engine: FakeClient):
     async with running(engine) as server:
         answer = await exchange(server, [b"\x16\x03\x01\x02\x00\x01\x00"])

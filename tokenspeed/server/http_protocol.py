@@ -1,8 +1,8 @@
-"""One HTTP connection: uvicorn's protocol with limits on headers, and errors in OpenAI's shape. Knows no route.
+"""One HTTP connection: uvicorn's protocol with limits on heads and slow bodies, errors in OpenAI's shape. No routes.
 
 The parser itself sets no limit, and it joins a header from its pieces: an endless one takes all memory, and one of
 80 MB stopped the event loop for nine seconds, before any key was asked for. Nor does anything wait for a head with an
-end: a connection that sent half of one, or nothing, was kept for ever.
+end: a connection that sent half of one, or nothing, was kept for ever, and so was one that sent its body drop by drop.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ logger = logging.getLogger("tokenspeed.server")
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers, or what follows a chunked body
 HEAD_TIMEOUT_S = 30.0  # from a connection's beginning, or a head's first byte, to the head's end
+BODY_TIMEOUT_S = 60.0  # from a head's end to the body's, and a second more for every
+BODY_BYTES_PER_S = 8 * 1024  # that have come: clients on slow lines send long bodies
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Refuses a request whose head passes MAX_HEAD_BYTES (431) or takes longer than HEAD_TIMEOUT_S (408). A head that
-    comes whole in one read always passes. A body may take its time: clients on slow lines send long ones."""
+    """Refuses a request whose head passes MAX_HEAD_BYTES (431) or takes longer than HEAD_TIMEOUT_S (408), or whose body
+    takes longer than its size allows (408). A head that comes whole in one read always passes."""
 
     _num_head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
+    _num_body_bytes: int | None = None  # None: no body is awaited
+    _body_since_s = 0.0
+    _body_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -34,6 +39,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_body_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -50,6 +56,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._stop_timer()
         elif self._head_timer is None:
             self._await_head()
+        if self._num_body_bytes is None or self.transport.is_closing():
+            self._stop_body_timer()
+        elif self._body_timer is None:  # most bodies come whole, in one read with their head
+            self._await_body(BODY_TIMEOUT_S)
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
@@ -73,16 +83,51 @@ class HttpProtocol(HttpToolsProtocol):
             said = f"the request's headers took longer than {HEAD_TIMEOUT_S:g} s"
             self._refuse(408, "Request Timeout", said)
 
+    def _await_body(self, delay_s: float) -> None:
+        self._body_timer = self.loop.call_later(delay_s, self._body_is_late)
+
+    def _stop_body_timer(self) -> None:
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+
+    def _body_is_late(self) -> None:
+        self._body_timer = None
+        if self._num_body_bytes is None or self.transport.is_closing():
+            return
+        now_s = self.loop.time()
+        if self.flow.read_paused or self.pipeline:
+            # It waits for this server: for room, or for the answer before, into which nothing may be written.
+            self._body_since_s = now_s
+        left_s = self._body_since_s + BODY_TIMEOUT_S + self._num_body_bytes / BODY_BYTES_PER_S - now_s
+        if left_s > 0:
+            self._await_body(left_s)
+        elif self.cycle is not None and self.cycle.response_started:
+            self.transport.close()  # the answer did not need it
+        else:
+            logger.warning("refused a request whose body was too slow: %d bytes so far", self._num_body_bytes)
+            self._refuse(
+                408,
+                "Request Timeout",
+                f"the request's body took longer than {BODY_TIMEOUT_S:g} s and a second more for every "
+                f"{BODY_BYTES_PER_S} bytes; send it faster",
+            )
+
     def on_headers_complete(self) -> None:
         self._num_head_bytes = 0
+        self._num_body_bytes = 0
+        self._body_since_s = self.loop.time()
+        self._stop_body_timer()  # of the body before, which ended in the same read
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes = 0
+        self._num_body_bytes = (self._num_body_bytes or 0) + len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._num_head_bytes = 0
+        self._num_body_bytes = None
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
