@@ -117,9 +117,19 @@ CASES = (
     ),
     Case("additionalProperties not", {**obj(a=INT), "additionalProperties": {"not": {}}}, ({"a": 1},), ({"b": 1},)),
     Case("any object", {"type": "object", "description": "x"}, ({}, {"q": {"r": 1}}), ([], 1)),
+    # The bug: an empty list of properties was taken for no list, and arguments were made up.
+    Case("no properties", {"type": "object", "properties": {}}, ({},), ({"key": "value"}, [])),
+    Case("no properties, inside", obj(("a",), a={"properties": {}}), ({"a": {}},), ({"a": {"b": 1}},)),
+    Case("no properties, but others", {"properties": {}, "additionalProperties": True}, ({}, {"q": 1}), (1,)),
     Case("property false", obj(a=False, b=INT), ({}, {"b": 1}), ({"a": 1},)),
     Case("minProperties", {"type": "object", "minProperties": 1, "maxProperties": 2}, ({"a": 1},), ({},)),
     Case("propertyNames", {"type": "object", "propertyNames": {"pattern": "^a+$"}}, ({"aa": 1},), ({"b": 1},)),
+    Case(
+        "propertyNames, but closed",
+        {"type": "object", "additionalProperties": False, "propertyNames": {"pattern": "^a+$"}},
+        ({},),
+        ({"aa": 1},),
+    ),
     Case("patternProperties", {"type": "object", "patternProperties": {"^x-": STR}}, ({"x-": "1"},), ({"x-": 1},)),
     Case(
         "patternProperties over a property",

@@ -23,7 +23,8 @@ TABLE = """
 ## JSON schema, keyword by keyword
 
 Whatever is generated is valid under the schema as written. It may be less than all that is valid: properties that are
-not named are not made up (unless `additionalProperties` says so), named ones come in the order of the schema, a pattern
+not named are not made up (unless `additionalProperties` says so; an object is open where neither `properties` nor
+`patternProperties` stands, and `"properties": {}` names none), named ones come in the order of the schema, a pattern
 matches the whole string, keywords without `type` imply theirs. With xgrammar a string with `maxLength` holds no escapes
 (no quote, backslash or line end), one with `minLength` only behind that length, and above 16 none. Each line is a test
 with both libraries.

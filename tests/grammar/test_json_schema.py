@@ -35,6 +35,7 @@ def test_table_agrees_with_the_standard(case: Case):
     for value in case.bad:
         # Not valid, or narrower than the standard on purpose: no made-up properties, keywords imply their type.
         narrowed = case.name in ("properties are not made up", "minimum alone", "required alone")
+        narrowed |= case.name.startswith("no properties")
         narrowed |= case.name.startswith(("format", "$ref with description", "$ref to a property", "patternProperties"))
         assert narrowed or not checker.is_valid(value), value
 

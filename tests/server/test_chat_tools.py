@@ -213,6 +213,32 @@ async def test_required_and_named_are_forced_by_a_grammar():
     assert single["maxItems"] == 1 and len(single["items"]["anyOf"]) == 2
 
 
+async def test_a_forced_call_of_a_tool_without_parameters_has_none():
+    """The bug: `{"key": "value"}` was made up for it, in all three APIs."""
+    engine = ScriptedClient('[{"name": "f", "parameters": {}}]')
+    empty = {"type": "object", "properties": {}}
+    user = [{"role": "user", "content": "hi"}]
+    async with serving(engine, reasoning_parser="passthrough") as http:
+        for schema in ({}, {"parameters": None}, {"parameters": {}}, {"parameters": empty}):
+            tools = [{"type": "function", "function": {"name": "f", **schema}}]
+            flat = [{"type": "function", "name": "f", **schema}]
+            bodies = {
+                URL: chat(tools=tools, tool_choice="required"),
+                "/v1/responses": {"input": "hi", "tools": flat, "tool_choice": "required"},
+            }
+            for path, body in bodies.items():
+                response = await http.post(path, json=body)
+                assert response.status_code == 200, response.text
+        for schema in ({}, {"type": "object"}, empty):
+            own = [{"name": "f", "input_schema": schema}]
+            body = {"model": "tiny", "max_tokens": 99, "messages": user, "tools": own, "tool_choice": {"type": "any"}}
+            response = await http.post("/v1/messages", json=body)
+            assert response.status_code == 200, response.text
+    held = [json.loads(request.grammar.text)["$defs"]["tool0"] for request in engine.requests]
+    is_open = [schema["additionalProperties"] is not False for schema in held]
+    assert is_open == [False] * 9 + [True, False], "only an object of unsaid properties is open"
+
+
 async def test_a_forced_call_that_is_cut_is_no_content():
     """The bug: a forced call that max_tokens cut before its name, or before its arguments, was answered as content:
     `[{"na`. However it is cut, there is no content, and the finish reason is the engine's."""

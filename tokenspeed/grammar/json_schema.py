@@ -340,7 +340,7 @@ class _Rewriter:
         declared = own.get("properties", {})
         if len(declared) > MAX_PROPERTIES:
             raise GrammarError(f"{where}/properties: {len(declared)} of them, the limit is {MAX_PROPERTIES}")
-        more = own.get("additionalProperties", not declared and "patternProperties" not in own)
+        more = own.get("additionalProperties", "properties" not in own and "patternProperties" not in own)
         more = self._node(more, f"{where}/additionalProperties", depth + 1)
         patterns, matching = self._patterns(own, declared, where, depth)
         required = own.get("required", [])
@@ -369,6 +369,8 @@ class _Rewriter:
             if set(rewritten) - {"type", *STRING_KEYWORDS, "enum"}:
                 raise GrammarError(f"{where}/propertyNames: only pattern, lengths and enum")
             own["propertyNames"] = rewritten
+        if more is False:
+            own.pop("propertyNames", None)  # it would let names in again
         check_order(own, "minProperties", "maxProperties", where)
         if "patternProperties" in own or len(declared) > sum(name in properties for name in declared):
             more = False  # the libraries would let a name in whose value is limited here, or that is forbidden
