@@ -455,19 +455,28 @@ WIDEST_EARLY_HEAD = 128
 """Blocks of wider heads do not fit into the registers."""
 EARLY_ONE = DecodeTile(32, 64, 4, 3, early=1, merge=16)
 EARLY_ONE_NARROW = DecodeTile(32, 32, 1, 3, early=1, merge=8)
+EARLY_FEW = DecodeTile(2, 64, 4, 3, least_blocks=5, early=1, ahead=1)
+EARLY_TWO = DecodeTile(1, 64, 4, 3, early=2, ahead=1)
+EARLY_THREE = DecodeTile(1, 64, 4, 3, early=1, ahead=1)
 EARLY_MANY = DecodeTile(1, 64, 2, 3, early=1, ahead=1)
+NARROW_FEW = DecodeTile(2, 64, 2, 3, least_blocks=5, early=1, ahead=1)
 TILES: tuple[tuple[int, DecodeTile, DecodeTile], ...] = (
     (8, EARLY_ONE_NARROW, EARLY_ONE),
     (32, DecodeTile(16, 128, 4, 3, least_blocks=1), DecodeTile(16, 32, 4, 5, least_blocks=4)),
-    (128, DecodeTile(8, 64, 2, 5, least_blocks=4), DecodeTile(8, 64, 4, 3, least_blocks=3)),
-    (255, DecodeTile(4, 64, 4, 3, least_blocks=5), DecodeTile(4, 64, 4, 3, least_blocks=5)),
-    (511, DecodeTile(4, 64, 4, 3, least_blocks=5), DecodeTile(1, 64, 4, 3, early=2, ahead=1)),
+    (64, DecodeTile(8, 64, 2, 5, least_blocks=4), DecodeTile(8, 64, 4, 3, least_blocks=3)),
+    (128, DecodeTile(3, 128, 4, 3, least_blocks=1), DecodeTile(8, 64, 4, 3, least_blocks=3)),
+    (240, NARROW_FEW, EARLY_FEW),
+    (264, NARROW_FEW, EARLY_TWO),
+    (396, NARROW_FEW, EARLY_THREE),
+    (528, EARLY_MANY, EARLY_MANY),
+    (792, EARLY_MANY, EARLY_THREE),
     (2**31, EARLY_MANY, EARLY_MANY),
 )
-"""Up to so many (request, kv head) pairs: the tile for heads of up to 64 dimensions, and for wider ones. The number of
-splits that work at a context of 600 measured best on one H200 (docs/log.md: a sweep of 155 variants, then one of 379
-with early reads); longer contexts get more, so that few requests still keep the memory busy. From 9 to 255 pairs no
-early tile that was tried gains more than 0.3 us, and most lose several."""
+"""Up to so many (request, kv head) pairs: the tile for heads of up to 64 dimensions, and for wider ones. What measured
+best on one H200 at a context of 600 (docs/log.md: sweeps of 155 and 379 variants, then one between their batches);
+longer contexts get more splits, so that few requests still keep the memory busy. One split a pair comes in waves of
+132 SMs times the programs that fit in one: two of `EARLY_TWO`, three of `EARLY_THREE`, four of `EARLY_MANY`. So 40
+requests of 8 heads take 31 us by `EARLY_THREE` and 40 by `EARLY_TWO`, whose second wave is a fifth full."""
 
 SHORT_WINDOW = 256
 SHORT_WINDOW_TILE_BYTES = 128 * 64
