@@ -11,6 +11,7 @@ from app_client import http_client
 from fake_engine_client import FakeClient
 
 from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.server.blocks import json_object
 from tokenspeed.server.carried import pack
 from tokenspeed.server.responses_api.conversation import plain_input, to_messages
 from tokenspeed.server.responses_api.items import (
@@ -142,6 +143,47 @@ async def test_the_limit_makes_it_incomplete(engine: FakeClient):
     response = events[-1]["response"]
     assert response["status"] == "incomplete" and response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert [item["status"] for item in response["output"]] == ["incomplete"] and response["completed_at"] is None
+
+
+@pytest.mark.parametrize("arguments", ["", '{"cut', "{}", '{"city": "Oslo"}'])
+@pytest.mark.parametrize("status", ["incomplete", "completed", None])
+def test_a_cut_call_is_not_part_of_what_follows(arguments: str, status: Any):
+    """The bug: a call cut before its arguments was shown to the model as one without arguments, and one cut behind
+    them as whole."""
+    call = FunctionCallItem(call_id="1", name="f", arguments=arguments, status=status)
+    items: list[Item] = [MessageItem(role="user", content="hi"), call, MessageItem(role="user", content="and")]
+    if status != "incomplete" and arguments == '{"cut':
+        with pytest.raises(InvalidRequest, match="must be a JSON object"):
+            to_messages(items, None)
+        return
+    made = [message["tool_calls"][0]["function"] for message in to_messages(items, None) if "tool_calls" in message]
+    whole = {"name": "f", "arguments": json.loads(arguments or "{}")} if status != "incomplete" else None
+    assert made == ([] if whole is None else [whole])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_the_limit_cut_is_not_shown_again(engine: FakeClient, stream: bool):
+    """At every length: sent as input, and by the response's id."""
+    engine.reply = CALLS
+    seen = []
+    async with http_client(engine, **PARSERS) as http:
+        for limit in (*range(CALLS.index("{"), len(CALLS) + 1, 7), len(CALLS), len(CALLS) + 1):
+            body = {"input": "hi", "tools": [WEATHER], "max_output_tokens": limit, "stream": stream}
+            answer = await http.post(URL, json=body)
+            response = typed_events(answer.text)[-1]["response"] if stream else answer.json()
+            calls = [item for item in response["output"] if item["type"] == "function_call"]
+            statuses = [call["status"] for call in calls]
+            seen.append((statuses, [json_object(call["arguments"]) for call in calls]))
+            again = {"tools": [WEATHER], "max_output_tokens": 1}
+            follow = {"input": "and", "previous_response_id": response["id"]}
+            assert (await http.post(URL, json={**again, **follow})).status_code == 200
+            sent = [{"role": "user", "content": "hi"}, *response["output"], {"role": "user", "content": "and"}]
+            assert (await http.post(URL, json={**again, "input": sent})).status_code == 200
+            by_id, by_input = (shown["messages"] for shown in engine.rendered[-2:])
+            assert by_id == by_input
+            assert any("tool_calls" in message for message in by_id) is (statuses == ["completed"])
+    assert (["incomplete"], [None]) in seen and (["incomplete"], [{"city": "Oslo"}]) in seen
+    assert seen[-1] == (["completed"], [{"city": "Oslo"}])
 
 
 async def test_at_most_one_call(engine: FakeClient):

@@ -58,7 +58,7 @@ def to_messages(items: Sequence[Item], instructions: str | None, num_earlier: in
     """A conversation as a chat template sees it.
 
     What an assistant did in a row (reasoning, then text, then calls) is one message, and so are instructions and system
-    and developer messages at the start: templates know it that way. A call that was cut off is left out.
+    and developer messages at the start: templates know it that way. A call whose status is incomplete is left out.
 
     Args:
         num_earlier: how many items are from stored responses; only for the names in errors.
@@ -112,9 +112,10 @@ class _Talk:
         self.messages.append({"role": role, "content": content, **answers})
 
     def _add_call(self, item: FunctionCallItem, where: str) -> None:
-        arguments = json_object(item.arguments or "{}")
-        if arguments is None and item.status == "incomplete":
+        # A call that was cut may spell an object all the same (`{}` of nothing, or all but the end): it was not made.
+        if item.status == "incomplete":
             return
+        arguments = json_object(item.arguments or "{}")
         if arguments is None:
             raise InvalidRequest(
                 f"{where}.arguments must be a JSON object written as a string", param=f"{where}.arguments"
