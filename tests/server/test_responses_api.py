@@ -24,7 +24,7 @@ from tokenspeed.server.responses_api.items import (
     ReasoningItem,
     ReasoningText,
 )
-from tokenspeed.server.responses_api.request import RESPONSES_REFUSED
+from tokenspeed.server.responses_api.request import NOT_OFFERED, RESPONSES_REFUSED
 
 URL = "/v1/responses"
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}
@@ -247,7 +247,23 @@ async def test_tool_choice(engine: FakeClient):
         for bad in ("sometimes", {"type": "function", "name": "none"}, {"type": "web_search"}):
             body = {"input": "hi", "tools": [WEATHER], "tool_choice": bad}
             error = (await http.post(URL, json=body)).json()["error"]
-            assert error["param"] == "tool_choice"
+            assert error["param"] in ("tool_choice", "tool_choice.type")
+
+
+@pytest.mark.parametrize("kind", sorted(NOT_OFFERED))
+async def test_tools_that_are_no_functions_are_left_out(engine: FakeClient, kind: str):
+    engine.reply = CALLS
+    other = {"type": kind, "name": "weather", "anything": [1]}
+    async with http_client(engine, **PARSERS) as http:
+        answer = (await http.post(URL, json={"input": "hi", "tools": [other, WEATHER]})).json()
+        assert [tool["function"]["name"] for tool in engine.rendered[0]["tools"]] == ["weather"]
+        assert [(tool["type"], tool["name"]) for tool in answer["tools"]] == [("function", "weather")]
+        assert [item["type"] for item in answer["output"]] == ["function_call"]
+        alone = (await http.post(URL, json={"input": "hi", "tools": [other]})).json()
+        assert engine.rendered[1]["tools"] is None and [item["type"] for item in alone["output"]] == ["message"]
+        forced = await http.post(URL, json={"input": "hi", "tools": [other, WEATHER], "tool_choice": {"type": kind}})
+        assert forced.status_code == 400 and forced.json()["error"]["param"] == "tool_choice"
+        assert repr(kind) in forced.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", sorted(RESPONSES_REFUSED))
@@ -273,11 +289,39 @@ OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "1"}
         ({"input": "hi", "temperature": 3}, "temperature"),
         ({"input": "hi", "previous_response_id": "resp_x"}, "previous_response_id"),
         ({"input": "hi", "include": ["message.output_text.logprobs"]}, "include"),
-        ({"input": "hi", "reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"input": "hi", "text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"input": "hi", "reasoning": {"summary": "long"}}, "reasoning.summary"),
+        ({"input": "hi", "text": {"verbosity": "lowest"}}, "text.verbosity"),
+        ({"input": "hi", "client_metadata": {"a": 1}}, "client_metadata[...]"),
+        ({"input": "hi", "instructions": [{"role": "system", "content": "a"}]}, "instructions"),
         ({"input": "hi", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"input": "hi", "text": {"format": {"type": "text", "name": "a"}}}, "text.format.name"),
-        ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "hi", "tools": [{"type": "web_serch"}]}, "tools[0].type"),
+        ({"input": "hi", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"input": "hi", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        (
+            {"input": "hi", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather", "zzz": 1}},
+            "tool_choice.zzz",
+        ),
+        (
+            {
+                "input": "hi",
+                "tools": [WEATHER],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "weather", "zzz": 1}],
+                },
+            },
+            "tool_choice.tools[0].zzz",
+        ),
+        (
+            {
+                "input": "hi",
+                "tools": [WEATHER],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]},
+            },
+            "tool_choice",
+        ),
         ({"input": "hi", "tools": [{"type": "function", "name": "f"}] * 2}, "tools[1]"),
         ({"input": "hi", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"input": "hi", "stream_options": {}}, "stream_options"),
@@ -401,3 +445,71 @@ async def test_a_coding_agents_request(engine: FakeClient):
     last = typed_events(response.text)[-1]
     assert last["type"] == "response.completed" and last["response"]["output"][0]["encrypted_content"] == pack("hm")
     assert engine.rendered[0]["messages"][0] == {"role": "system", "content": "be brief\n\nrules"}
+
+
+# What the Codex CLI sends to a provider with the Responses API, with its defaults: the fields of its request type, its
+# own functions, and tools that OpenAI's servers or other protocols run. The texts are ours.
+CODEX_TOOLS = [
+    {
+        "type": "function",
+        "name": "shell",
+        "description": "Runs a command.",
+        "strict": False,
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "array", "items": {"type": "string"}}, "timeout_ms": {"type": "number"}},
+            "required": ["command"],
+            "additionalProperties": False,
+        },
+    },
+    {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
+    {"type": "web_search", "external_web_access": False, "search_content_types": ["text", "image"]},
+    {"type": "image_generation", "output_format": "png"},
+    {"type": "tool_search", "execution": "client", "parameters": {"type": "object"}},
+    {"type": "namespace", "name": "mcp__notes", "tools": [{"type": "function", "name": "read", "parameters": {}}]},
+]
+CODEX = {
+    "model": "tiny",
+    "instructions": "You work in a terminal.",
+    "tools": CODEX_TOOLS,
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "medium", "summary": "detailed"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "00000000-0000-0000-0000-000000000000",
+    "text": {"verbosity": "low"},
+    "client_metadata": {"x-codex-installation-id": "00000000-0000-0000-0000-000000000000"},
+}
+
+
+async def test_two_turns_of_the_codex_cli(engine: FakeClient):
+    """The first calls the shell; the second brings its result and all that was before, as such a client keeps it."""
+    engine.reply = f'{THINKS}<tool_call>\n{{"name": "shell", "arguments": {{"command": ["ls"]}}}}\n</tool_call>'
+    engine.max_model_len = 10_000
+    said = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "rules"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "what is here?"}]},
+    ]
+    async with http_client(engine, **PARSERS) as http:
+        first = await http.post(URL, json={**CODEX, "input": said})
+        assert first.status_code == 200, first.text
+        done = [event["item"] for event in typed_events(first.text) if event["type"] == "response.output_item.done"]
+        reasoning, call = done
+        assert (call["name"], json.loads(call["arguments"])) == ("shell", {"command": ["ls"]})
+        kept = [
+            {"type": "reasoning", "summary": [], "content": None, "encrypted_content": reasoning["encrypted_content"]},
+            {key: call[key] for key in ("type", "name", "arguments", "call_id")},
+            {"type": "function_call_output", "call_id": call["call_id"], "output": "README.md"},
+        ]
+        engine.reply = "one file"
+        second = await http.post(URL, json={**CODEX, "input": [*said, *kept]})
+        assert second.status_code == 200, second.text
+    assert typed_events(second.text)[-1]["response"]["output"][0]["content"][0]["text"] == "one file"
+    system, user, assistant, tool = engine.rendered[-1]["messages"]
+    assert system["content"] == "You work in a terminal.\n\nrules" and user["content"] == "what is here?"
+    assert assistant["reasoning_content"] == "hm"
+    assert assistant["tool_calls"][0]["function"] == {"name": "shell", "arguments": {"command": ["ls"]}}
+    assert tool["content"] == "README.md"
+    assert [tool["function"]["name"] for tool in engine.rendered[-1]["tools"]] == ["shell"]

@@ -18,7 +18,14 @@ from tokenspeed.server.openai.fields import CacheSalt, GenerationFields, Int32, 
 from tokenspeed.server.openai.tools import check_tool_names
 from tokenspeed.server.responses_api.conversation import plain_input
 from tokenspeed.server.responses_api.items import Item
-from tokenspeed.server.responses_api.response import FunctionTool, ReasoningConfig, TextConfig
+from tokenspeed.server.responses_api.response import (
+    AllowedTools,
+    FunctionTool,
+    NamedFunction,
+    ReasoningConfig,
+    TextConfig,
+    ToolChoiceField,
+)
 from tokenspeed.server.turn import ToolChoice
 
 CARRIED_REASONING = "reasoning.encrypted_content"
@@ -40,6 +47,31 @@ RESPONSES_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "truncation": ((None, "disabled"), "nothing is dropped from an input that is too long; shorten it"),
 }
 
+# Tools that OpenAI's servers run, and those of the client's that are no functions. Agents name them in every request
+# without asking whether the server has them, so they are left out: the model is not shown them and cannot call them.
+NOT_OFFERED = frozenset(
+    {
+        "apply_patch",
+        "code_interpreter",
+        "computer",
+        "computer_use",
+        "computer_use_preview",
+        "custom",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "namespace",
+        "programmatic_tool_calling",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    }
+)
+
 
 class ResponseStreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`stream_options`. Events are never padded: include_obfuscation is only false."""
@@ -48,10 +80,12 @@ class ResponseStreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A request for a response. Taken without any effect on what is generated: metadata, user, safety_identifier,
-    prompt_cache_key, prompt_cache_retention.
+    """A request for a response. Taken without any effect on what is generated: metadata, client_metadata, user,
+    safety_identifier, prompt_cache_key, prompt_cache_retention.
 
     Fields (those that OpenAI's reference does not tell):
+        instructions: text only; a list of items belongs into input.
+        tools: functions; tools of other kinds are left out (`NOT_OFFERED`).
         include: only "reasoning.encrypted_content".
         tool_choice: none, auto, required, `{"type": "function", "name": ...}` or `{"type": "allowed_tools", ...}`.
         top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, seed, ignore_eos, priority, cache_salt,
@@ -62,7 +96,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     model: str | None = None
     instructions: str | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     temperature: float | None = None
@@ -75,6 +109,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     metadata: dict[str, str] | None = None
+    client_metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -101,15 +136,9 @@ def parse(fields: dict[str, Any]) -> ResponsesRequest:
     if "input" not in plain:
         raise InvalidRequest("the field 'input' is required", param="input", code="missing_field")
     plain["input"] = plain_input(plain["input"])
-    for number, tool in enumerate(plain["tools"] if isinstance(plain.get("tools"), list) else ()):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise InvalidRequest(
-                f"tools[{number}] is of type {kind[:80]!r}; only tools of type function are offered, which the client "
-                "runs itself",
-                param=f"tools[{number}].type",
-                code="unsupported_tool",
-            )
+    if isinstance(plain.get("tools"), list):
+        plain["tools"] = _offered(plain["tools"])
+    _check_choice(plain.get("tool_choice"))
     body = to_struct(plain, ResponsesRequest)
     for name in body.include or ():
         if name != CARRIED_REASONING:
@@ -142,29 +171,16 @@ def generation_fields(body: ResponsesRequest) -> GenerationFields:
 
 
 def to_choice(body: ResponsesRequest) -> ToolChoice:
-    """`tool_choice` in neutral words.
-
-    Raises:
-        InvalidRequest: none of its spellings.
-    """
+    """`tool_choice` in neutral words."""
     match body.tool_choice:
-        case None | "auto":
+        case None:
             return ToolChoice()
-        case "none":
-            return ToolChoice("none")
-        case "required":
-            return ToolChoice("required")
-        case {"type": "function", "name": str() as name}:
+        case NamedFunction(name=name):
             return ToolChoice("required", name)
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list() as tools}:
-            names = [tool.get("name") for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
-            if len(names) == len(tools) and all(isinstance(name, str) for name in names):
-                return ToolChoice("required" if mode == "required" else "auto", allowed=frozenset(map(str, names)))
-    raise InvalidRequest(
-        'tool_choice must be "none", "auto", "required", {"type": "function", "name": ...} or '
-        '{"type": "allowed_tools", "mode": "auto" or "required", "tools": [{"type": "function", "name": ...}]}',
-        param="tool_choice",
-    )
+        case AllowedTools(mode=mode, tools=tools):
+            return ToolChoice(mode, allowed=frozenset(tool.name for tool in tools))
+        case mode:
+            return ToolChoice(mode)
 
 
 def to_grammar(text: TextConfig | None) -> GrammarSpec | None:
@@ -198,6 +214,46 @@ def chat_tools(tools: list[FunctionTool]) -> list[dict[str, Any]]:
         }
         for tool in tools
     ]
+
+
+def _offered(tools: list[Any]) -> list[Any]:
+    """The tools without those of `NOT_OFFERED`.
+
+    Raises:
+        InvalidRequest: a kind of tool that nobody knows.
+    """
+    kept = []
+    for number, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            if kind in NOT_OFFERED:
+                continue
+            raise InvalidRequest(
+                f"tools[{number}] is of type {kind[:80]!r}; only tools of type function are offered, which the client "
+                "runs itself",
+                param=f"tools[{number}].type",
+                code="unsupported_tool",
+            )
+        kept.append(tool)
+    return kept
+
+
+def _check_choice(choice: Any) -> None:
+    """Raises:
+    InvalidRequest: `tool_choice` forces or allows a tool that is not offered.
+    """
+    if not isinstance(choice, dict):
+        return
+    among = choice.get("tools") if choice.get("type") == "allowed_tools" else None
+    for each in (choice, *(among if isinstance(among, list) else ())):
+        kind = each.get("type") if isinstance(each, dict) else None
+        if isinstance(kind, str) and kind in NOT_OFFERED:
+            raise InvalidRequest(
+                f"tool_choice names a tool of type {kind!r}, which is not offered here; only functions are, which the "
+                "client runs itself",
+                param="tool_choice",
+                code="unsupported_tool",
+            )
 
 
 def _check_format(text: TextConfig | None) -> None:

@@ -26,6 +26,22 @@ class FunctionTool(msgspec.Struct, tag_field="type", tag="function", kw_only=Tru
     strict: bool | None = None
 
 
+class NamedFunction(msgspec.Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
+    """`tool_choice`: this function, once."""
+
+    name: str
+
+
+class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools", kw_only=True, forbid_unknown_fields=True):
+    """`tool_choice`: `mode`, among these functions. The prompt shows all tools, so that its prefix stays cached."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction]
+
+
+ToolChoiceField = Literal["none", "auto", "required"] | NamedFunction | AllowedTools
+
+
 class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The form of the answer's text. All but `type` is for `json_schema`."""
 
@@ -37,10 +53,10 @@ class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`text`: the form of the answer. `verbosity` is only "medium", the model's own."""
+    """`text`: the form of the answer. `verbosity` changes nothing: the models served so far have no such setting."""
 
     format: TextFormat = msgspec.field(default_factory=TextFormat)
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -48,11 +64,11 @@ class ReasoningConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Fields:
         effort: none and minimal turn thinking off; the others go to the chat template.
-        summary: only "auto", which gives what there is: no summary, for the reasoning itself is in the answer.
+        summary: changes nothing: there is no summary, for the reasoning itself is in the answer.
     """
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class InputTokensDetails(msgspec.Struct, kw_only=True):
@@ -116,7 +132,7 @@ class ResponseObject(msgspec.Struct, kw_only=True, frozen=True):
     store: bool
     temperature: float
     text: TextConfig
-    tool_choice: str | dict[str, Any]
+    tool_choice: ToolChoiceField
     tools: list[FunctionTool]
     top_logprobs: int = 0
     top_p: float
