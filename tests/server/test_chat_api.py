@@ -250,6 +250,28 @@ CALLING: list[Any] = [
         ({"tool_choice": "auto"}, "tool_choice", "only for requests with tools"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
+        ({"response_format": {"type": "json_object", "foo": 1}}, "response_format.foo", "unknown field"),
+        ({"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema", "unknown field"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strikt": True}}},
+            "response_format.json_schema.strikt",
+            "unknown field",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format.json_schema.name",
+            "required",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": "{}"}}},
+            "response_format.json_schema.schema",
+            "got str",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}, "x": 1}},
+            "response_format.x",
+            "unknown field",
+        ),
         ({"regex": "(?=a)b"}, "regex", "look-ahead"),
         ({"regex": "a+", "ebnf": 'root ::= "a"'}, "ebnf", "one of them"),
         ({"guided_json": {"not": {"type": "string"}}}, "guided_json", "keyword not"),

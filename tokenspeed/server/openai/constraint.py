@@ -11,15 +11,44 @@ import msgspec
 from tokenspeed.grammar.spec import ANY_OBJECT, one_of, pick
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
+from tokenspeed.server.body import to_struct
 
 JsonSchema = dict[str, Any] | bool | str
+
+
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """A JSON object."""
+
+
+class NamedSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A JSON schema. Its name is asked for as in OpenAI's API and, like `description` and `strict`, changes nothing: an
+    answer always obeys the schema."""
+
+    name: str
+    schema: dict[str, Any] | bool
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """JSON that obeys a schema."""
+
+    json_schema: NamedSchema
+
+
+class _ResponseFormat(msgspec.Struct):
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class ConstraintFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a request may say about the form of its output.
 
     Fields:
-        response_format: OpenAI's text, json_object or json_schema, or a structural tag.
+        response_format: OpenAI's `TextFormat`, `JsonObjectFormat` or `JsonSchemaFormat`, or a structural tag.
         regex, guided_regex: the whole output matches.
         ebnf, guided_grammar: a grammar in GBNF notation with the rule `root`.
         json_schema, guided_json: a JSON schema, or its text.
@@ -72,21 +101,18 @@ def _response_format(value: dict[str, Any] | None) -> list[tuple[str, str, Any]]
     name = "response_format"
     if value is None:
         return []
-    match value.get("type"):
-        case "text":
+    kind = value.get("type")
+    if kind == "structural_tag":
+        return [(name, "structural_tag", value)]
+    if kind not in ("text", "json_object", "json_schema"):
+        raise InvalidRequest(
+            f"response_format.type is {kind!r}; it must be text, json_object, json_schema or structural_tag",
+            param=f"{name}.type",
+        )
+    match to_struct({name: value}, _ResponseFormat).response_format:
+        case TextFormat():
             return []
-        case "json_object":
+        case JsonObjectFormat():
             return [(name, "json", ANY_OBJECT)]
-        case "json_schema":
-            inner = value.get("json_schema")
-            if not isinstance(inner, dict) or inner.get("schema") is None:
-                raise InvalidRequest(
-                    "response_format.json_schema must be an object with name and schema", param=f"{name}.json_schema"
-                )
-            return [(name, "json", inner["schema"])]
-        case "structural_tag":
-            return [(name, "structural_tag", value)]
-    raise InvalidRequest(
-        f"response_format.type is {value.get('type')!r}; it must be text, json_object, json_schema or structural_tag",
-        param=f"{name}.type",
-    )
+        case JsonSchemaFormat(json_schema=named):
+            return [(name, "json", named.schema)]
