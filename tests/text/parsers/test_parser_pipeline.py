@@ -115,8 +115,6 @@ def test_forced_calls_behind_reasoning_that_is_not_separated(name: str, text: st
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("gpt-oss", "<|channel|>commentary to=functions.f<|message|>Hello.<|call|>"),
-        ("gpt-oss", "<|channel|>commentary to=functions.f<|message|>Hello."),
         ("gpt-oss", '<|channel|>commentary to=functions.f<|message|>{"a": 1} Hello.<|call|>'),
         ("qwen", '<tool_call>{"name": "f", "arguments": {"a": b}}</tool_call>'),
         ("json", '{"name": "f", "arguments": {"a": NaN}}'),
@@ -128,6 +126,35 @@ def test_arguments_that_are_no_json_make_no_whole_call(name: str, text: str):
     parser = pipeline("gpt-oss" if name == "gpt-oss" else "passthrough", name)
     assert len(parse_all(parser, text).calls) == 1
     assert parser.incomplete and parser.num_whole_calls == 0 and parser.finish_reason("stop") == "stop"
+
+
+@pytest.mark.parametrize("arguments", ["[1]", '"text"', "Hello.", "5", '"[1]"', "true"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gpt-oss", "<|channel|>commentary to=functions.f<|message|>{}<|call|>"),
+        ("gpt-oss", "<|channel|>commentary to=functions.f<|message|> {}"),
+        ("qwen", '<tool_call>\n{{"name": "f", "arguments": {}}}\n</tool_call>'),
+        ("qwen", '<tool_call>{{"arguments": {}, "name": "f"}}</tool_call>'),
+        ("json", '{{"name": "f", "parameters": {}}}'),
+        ("llama", '<|python_tag|>{{"name": "f", "parameters": {}}}'),
+        ("mistral", "[TOOL_CALLS]f[ARGS] {}"),
+        ("mistral", '[TOOL_CALLS][{{"name": "f", "arguments": {}}}]'),
+        ("kimik2", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+        ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>"),
+        ("deepseek31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        ("deepseek32", '<｜DSML｜invoke name="f">\n{}</｜DSML｜invoke>'),
+    ],
+)
+def test_with_arguments_that_are_no_object_it_is_no_call(name: str, text: str, arguments: str):
+    """The bug: `[1]` was a whole call, which sent back was a 400; the APIs did not agree on what it was."""
+    whole = text.format(arguments)
+    for size in (1, 3, len(whole)):
+        parser = pipeline("gpt-oss" if name == "gpt-oss" else "passthrough", name)
+        deltas = [delta for at in range(0, len(whole), size) for delta in parser.feed(whole[at : at + size])]
+        parsed = assemble(deltas + parser.flush("stop"))
+        assert not parsed.calls and parsed.content.strip() == whole.strip()
+        assert not parser.incomplete and parser.finish_reason("stop") == "stop"
 
 
 def test_without_calls_wanted_the_text_stays():

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tokenspeed.text.detokenizer import Detokenizer
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Sink, Steps
 from tokenspeed.text.parsers.interface import Delta, ParseContext, SpecialTokens, call_id
-from tokenspeed.text.parsers.json_call import give_up
+from tokenspeed.text.parsers.json_call import give_up, may_begin_arguments
 from tokenspeed.text.parsers.output import Output
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -142,10 +142,15 @@ class HarmonyParser:
         """The body; gives the mark that ended it."""
         name = header.recipient
         if name is not None:
+            raw = header.raw
             if self._parse_calls and self._output.accepts(name):
-                return (yield from self._call(name))
+                self.cursor.record(raw)
+                if (yield from may_begin_arguments(self.cursor, "".join(mark[0] for mark in self._spelling))):
+                    self.cursor.recorded()
+                    return (yield from self._call(name))
+                raw = self.cursor.recorded()
             self._kind("content")
-            self._content(header.raw)
+            self._content(raw)
             end = yield from self._body(self._output.content)
             self._output.content(end if end in (_CALL, _END) else "")
             return end
@@ -159,21 +164,12 @@ class HarmonyParser:
 
     def _call(self, name: str) -> Steps[str | None]:
         self._output.start(name)
-        any_arguments = False
-
-        def sink(text: str) -> None:
-            nonlocal any_arguments
-            text = text if any_arguments else text.lstrip()
-            any_arguments = any_arguments or bool(text)
-            self._output.arguments(text)
-
-        end = yield from self._body(sink, drop_tail=True)
+        has_any = (yield from self.cursor.peek()) == "{"
+        end = yield from self._body(self._output.arguments, drop_tail=True)
         if end is None:
             give_up(self.cursor, self._output)
-        elif not any_arguments:
-            self._output.arguments("{}")
-            self._output.end()
         else:
+            self._output.arguments("" if has_any else "{}")
             self._output.end()
         return end
 

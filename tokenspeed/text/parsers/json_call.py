@@ -2,7 +2,7 @@
 
 Arguments go out as they come once the name is known. They are the model's own text, not re-encoded: a key that they
 repeat or escape is the reader's, whose JSON parser takes the last. A second name or second arguments of one call are
-refused, as the first are on their way by then: the call is malformed.
+refused, as the first are on their way by then: the call is malformed. Arguments that are no object make no call.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-from tokenspeed.text.parsers.cursor import Cursor, Sink, Steps, decode_string, drop
+from tokenspeed.text.parsers.cursor import Cursor, Steps, decode_string, drop
 from tokenspeed.text.parsers.output import Output
 
 MAX_NAME_CHARS = 512
@@ -79,8 +79,16 @@ def call_sequence(cursor: Cursor, output: Output, needs_arguments: bool) -> Step
             return
 
 
+def may_begin_arguments(cursor: Cursor, markup: str = "<") -> Steps[bool]:
+    """Whether what follows a call's header, white space apart, can be its arguments: an object, or markup, which begins
+    with one of the characters `markup`, or the end of the text, where the call is cut. Anything else makes no call;
+    asked before the call is begun, it stays text."""
+    yield from cursor.space()
+    return (yield from cursor.peek()) in ("{", *markup, "")
+
+
 def marked_arguments(cursor: Cursor, output: Output, end: str | None, fenced: bool = False) -> Steps[None]:
-    """The arguments of the open call as a JSON value, and the call's end marker (None: it has none).
+    """The arguments of the open call as a JSON object, and the call's end marker (None: it has none).
 
     No value at all stands for no arguments. Args: fenced: a code fence may close behind the value.
     """
@@ -89,8 +97,7 @@ def marked_arguments(cursor: Cursor, output: Output, end: str | None, fenced: bo
         output.arguments("{}")
         output.end()
         return
-    opens = (yield from cursor.peek()) in ("{", "[")
-    if not opens or not (yield from cursor.json_value(output.arguments)):
+    if (yield from cursor.peek()) != "{" or not (yield from cursor.json_value(output.arguments)):
         give_up(cursor, output)
         return
     yield from cursor.space()
@@ -156,22 +163,24 @@ class _CallObject:
         return (yield from cursor.json_value(drop))
 
     def _arguments(self) -> Steps[bool]:
-        """Streams the value, or keeps it while the name is unknown."""
-        if self._name is None:
-            parts: list[str] = []
-            whole = yield from self._value(parts.append)
-            self._early = "".join(parts)
-            return whole
-        self._start()
-        return (yield from self._value(self._output.arguments))
-
-    def _value(self, sink: Sink) -> Steps[bool]:
-        """An object as it comes; a string that holds an object is unpacked; null is an empty object."""
+        """Streams an object, or keeps it while the name is unknown. A string that holds an object is unpacked, null is
+        an empty object; with any other value it is no call."""
+        is_object = (yield from self._cursor.peek()) == "{"
+        if is_object and self._name is not None:
+            self._start()
+            return (yield from self._cursor.json_value(self._output.arguments))
         parts: list[str] = []
-        direct = (yield from self._cursor.peek()) in ("{", "[")
-        whole = yield from self._cursor.json_value(sink if direct else parts.append)
-        if not direct and whole:
-            sink(_unpacked("".join(parts)))
+        whole = yield from self._cursor.json_value(parts.append)
+        text: str | None = "".join(parts)
+        if not is_object:
+            text = _unpacked("".join(parts)) if whole else ""
+        if text is None:
+            return False
+        if self._name is None:
+            self._early = text
+        elif whole or self._cursor.ended:  # cut, it is a call that lacks its arguments
+            self._start()
+            self._output.arguments(text)
         return whole
 
     def _identity(self) -> Steps[bool]:
@@ -202,16 +211,17 @@ class _CallObject:
         return "broken"
 
 
-def _unpacked(raw: str) -> str:
+def _unpacked(raw: str) -> str | None:
+    """The object that a JSON text other than an object stands for; None: it stands for none."""
     if raw == "null":
         return "{}"
     text = decode_string(raw)
     if text is None:
-        return raw
+        return None
     if not text.strip():
         return "{}"
     try:
         inner = json.loads(text)
     except (ValueError, RecursionError):
-        return raw
-    return text if isinstance(inner, dict) else raw
+        return None
+    return text if isinstance(inner, dict) else None

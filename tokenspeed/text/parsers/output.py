@@ -110,11 +110,11 @@ class Output:
 
     @property
     def has_arguments(self) -> bool:
-        """The open call's arguments are a whole JSON value. Looks at all of them."""
-        return _is_json("".join(self._written))
+        """The open call's arguments are a whole JSON object. Looks at all of them."""
+        return _is_object("".join(self._written))
 
     def end(self) -> None:
-        """The open call has its end. Arguments that are no JSON leave it incomplete all the same."""
+        """The open call has its end. Arguments that are no JSON object leave it incomplete all the same."""
         if not self.has_arguments:
             self.abandon()
             return
@@ -132,7 +132,7 @@ class Output:
         self.incomplete = True
 
     def finish(self, finish_reason: str) -> None:
-        """The text has ended. A call whose arguments are a whole value only lacks markup (the stop token took its
+        """The text has ended. A call whose arguments are whole only lacks markup (the stop token took its
         place), unless the length limit cut it."""
         if self._call_open and (finish_reason == "length" or not self.has_arguments):
             self.incomplete = True
@@ -143,12 +143,11 @@ class Output:
             self._deltas.append(ContentDelta(space))
 
 
-def _is_json(text: str) -> bool:
+def _is_object(text: str) -> bool:
     try:
-        json.loads(text, parse_constant=_refuse)
+        return isinstance(json.loads(text, parse_constant=_refuse), dict)
     except (ValueError, RecursionError):
         return False
-    return True
 
 
 def _refuse(constant: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
+from tokenspeed.text.parsers.json_call import may_begin_arguments
 from tokenspeed.text.parsers.machine import Grammar
 from tokenspeed.text.parsers.output import Output
 
@@ -16,7 +17,7 @@ Header = Callable[[Cursor], Steps[str | None]]
 """Reads what stands between a call's begin marker and its arguments: the name, or None if it is no header."""
 
 Body = Callable[[Cursor, Output, str], Steps[None]]
-"""Reads the arguments and the end of the open call (of the function named)."""
+"""Reads the arguments and the end of the open call (of the function named). They begin with `{` or `<`."""
 
 
 def sectioned(section: tuple[str, ...], call_begin: str, header: Header, body: Body) -> Grammar:
@@ -28,10 +29,10 @@ def sectioned(section: tuple[str, ...], call_begin: str, header: Header, body: B
             if mark == call_begin:
                 cursor.record(mark)
                 name = yield from header(cursor)
-                raw = cursor.recorded()
-                if name is None or not output.accepts(name):
-                    output.content(raw)
+                if name is None or not output.accepts(name) or not (yield from may_begin_arguments(cursor)):
+                    output.content(cursor.recorded())
                     continue
+                cursor.recorded()
                 output.start(name)
                 yield from body(cursor, output, name)
             yield from cursor.space()

@@ -21,13 +21,15 @@ def _header(cursor: Cursor) -> Steps[str | None]:
     if kind is None or kind[0].strip() != "function":
         return None
     name = yield from cursor.within(_LINE, MAX_NAME_CHARS)
-    return None if name is None else name[0].strip()
-
-
-def _body(cursor: Cursor, output: Output, name: str) -> Steps[None]:
+    if name is None:
+        return None
     yield from cursor.space()
     if (yield from cursor.literal("```")):
         yield from cursor.literal("json")
+    return name[0].strip()
+
+
+def _body(cursor: Cursor, output: Output, name: str) -> Steps[None]:
     yield from marked_arguments(cursor, output, "<｜tool▁call▁end｜>", fenced=True)
 
 

@@ -52,8 +52,7 @@ EXAMPLES = (
     ),
     Example(
         "<|channel|>final<|message|>Hi<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>[1]",
-        "Hi",
-        calls=(("f", [1]),),
+        "Hi\n<|start|>assistant<|channel|>commentary to=functions.f<|message|>[1]",
     ),
     Example(
         '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
 from tokenspeed.text.parsers.interface import CallMarks, Example, ModelTraits, ParseContext, ToolFormat, ToolSpec
-from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, call_list, marked_arguments
+from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, call_list, marked_arguments, may_begin_arguments
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
 
@@ -42,10 +42,11 @@ def _named_call(cursor: Cursor, output: Output) -> Steps[None]:
         own_id = "" if identity is None else identity[0].strip()
     else:
         yield from cursor.literal("[ARGS]")
-    raw = cursor.recorded()
-    if not name or own_id == "" or not output.accepts(name):
-        output.content(raw)
+    is_call = bool(name) and own_id != "" and output.accepts(name)
+    if not is_call or not (yield from may_begin_arguments(cursor, markup="")):
+        output.content(cursor.recorded())
         return
+    cursor.recorded()
     output.start(name, own_id)
     yield from marked_arguments(cursor, output, end=None)
     yield from cursor.space()
