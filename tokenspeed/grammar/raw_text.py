@@ -8,12 +8,13 @@ there is no way.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenspeed.grammar.format_patterns import FORMAT_PATTERNS
-from tokenspeed.grammar.forms import Form, any_text, regex_form, sequence
+from tokenspeed.grammar.forms import Form, any_text, regex_form, sequence, text_form
 from tokenspeed.grammar.interface import GrammarError
 
 _ESCAPE = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)"
@@ -26,45 +27,76 @@ _STRUCTURE = frozenset("()|*+?")
 _NOT_CLASS = {"\\S": "\\s", "\\D": "\\d", "\\W": "\\w"}
 
 
-def raw_string(schema: Mapping[str, Any], end: str) -> tuple[Form, bool]:
-    """A string of a rewritten schema, as text in front of `end`; and whether its last character is certain to be its
-    own (free text may go on with a line's end).
+def raw_string(schema: Mapping[str, Any], end: str, line: bool) -> Form:
+    """A string of a rewritten schema, as text up to and with `end`.
+
+    Args:
+        line: it stands on a line of its own: one line's end in front of it and one behind it are not its own.
 
     Raises:
         GrammarError: it cannot be held.
     """
     if "pattern" in schema or "format" in schema:
-        return regex_form(without(_pattern(schema), end)), True
+        return exact_string(regex_form(without(_pattern(schema), end)), end, line)
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     other = f"[^{_escaped(end[0])}]"
     if most is not None:
-        return regex_form(f"{other}{{{least},{most}}}"), True
+        return _counted(other, least, most, end, line)
     if least:
-        return sequence(regex_form(f"{other}{{{least}}}"), any_text(end)), True
-    return any_text(end), False
+        return exact_string(sequence(regex_form(f"{other}{{{least}}}"), any_text(end)), end, line)
+    return sequence(any_text(end), text_form(end))
+
+
+def _counted(character: str, least: int, most: int, end: str, line: bool) -> Form:
+    """So many characters, up to and with `end`.
+
+    `end` in the same rule, and beginning with no such character, is what makes it quick to compile: measured with 49k
+    tokens, 0.04 s, against 1.7 with a line's end between. So where a string may be empty that is counted with it, which
+    only the longest one notices (0.6 s).
+    """
+    behind, lines_end = json.dumps(end, ensure_ascii=False), json.dumps("\n" + end, ensure_ascii=False)
+    if not line:
+        root = f"character{{{least},{most}}} {behind}"
+    elif least:
+        root = f"character{{{least},{most}}} {lines_end}"
+    else:
+        root = (
+            f"(character{{0,{most}}} {behind}) | (character{{{most}}} {lines_end})"
+            if most
+            else f"{behind} | {lines_end}"
+        )
+    form = {"type": "grammar", "grammar": f"root ::= {root}\ncharacter ::= {character}"}
+    return sequence(text_form("\n"), form) if line else form
+
+
+def exact_string(form: Form, end: str, line: bool) -> Form:
+    """A value with what stands around it; see `raw_string`."""
+    return sequence(text_form("\n"), form, text_form("\n" + end)) if line else sequence(form, text_form(end))
 
 
 def json_inside(schema: Any, end: str) -> Any:
-    """A rewritten schema, so that no JSON by it holds `end` in a string with a length, a pattern or a pointer. (Of all
-    other strings the library leaves `end` out when it is told so.)
+    """A rewritten schema, so that no JSON by it holds `end` in an enum or in a string with a pattern or a pointer. (Of
+    all other strings the library leaves `end` out when it is told so.)
 
     Raises:
-        GrammarError: a pattern asks for it.
+        GrammarError: a pattern or all of an enum asks for it.
     """
     if isinstance(schema, list):
         return [json_inside(item, end) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    done = {key: value if key in ("enum", "const") else json_inside(value, end) for key, value in schema.items()}
+    if isinstance(schema.get("enum"), list):
+        values = [value for value in schema["enum"] if end not in json.dumps(value, ensure_ascii=False)]
+        if not values:
+            raise GrammarError(f"no value of the enum can stand in front of {end!r}")
+        return {**schema, "enum": values}
+    done = {key: json_inside(value, end) for key, value in schema.items()}
     if done.get("type") != "string":
         return done
     if "pattern" in done:
         done["pattern"] = f"^(?:{without(_pattern(done), end)})$"
     elif str(done.get("format")).endswith("json-pointer"):
         done = {"type": "string", "pattern": f"^(?:{without(_pattern(done), end)})$"}
-    elif "minLength" in done or "maxLength" in done:
-        least, most = done.pop("minLength", 0), done.pop("maxLength", "")
-        done["pattern"] = f'^[^{_escaped(end[0])}"\\\\\\x00-\\x1f]{{{least},{most}}}$'
     return done
 
 

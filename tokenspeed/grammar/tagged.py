@@ -26,7 +26,7 @@ from tokenspeed.grammar.forms import (
     text_form,
 )
 from tokenspeed.grammar.interface import GrammarError
-from tokenspeed.grammar.raw_text import json_inside, raw_string
+from tokenspeed.grammar.raw_text import exact_string, json_inside, raw_string
 from tokenspeed.text.parsers.interface import ParameterMarks
 from tokenspeed.text.parsers.typed_arguments import ANY, STRING, Kind, Kinds, json_text, member_kinds
 
@@ -81,7 +81,7 @@ def tagged_arguments(
                 tail = sequence(_between(marks.begin[1]), _value(branches, named, marks))
         except GrammarError as error:
             raise GrammarError(f"#/properties/{key}: {error}") from None
-        whole = sequence(text_form(marks.begin[0] + key), tail, text_form(marks.end), _NEWLINE)
+        whole = sequence(text_form(marks.begin[0] + key), tail, _NEWLINE)
         parts.append(whole if key in required else optional(whole))
     return sequence(*parts)
 
@@ -169,26 +169,21 @@ def _value(branches: list[Branch], kinds: Kinds, marks: ParameterMarks) -> Form:
 
 
 def _strings(branch: Branch, marks: ParameterMarks) -> Form:
-    line = text_form("\n")
-    if branch.values is not None:
-        texts = [text for text in branch.values if text and marks.end not in text]
-        if not texts:
-            raise GrammarError(f"no string of its enum can stand in front of {marks.end!r}")
-        form, is_exact = either([text_form(text) for text in texts]), True
-    else:
-        form, is_exact = raw_string(branch.schema, marks.end)
-    return sequence(line, form, line) if marks.line and is_exact else form
+    if branch.values is None:
+        return raw_string(branch.schema, marks.end, marks.line)
+    texts = [text for text in branch.values if text and marks.end not in text]
+    if not texts:
+        raise GrammarError(f"no string of its enum can stand in front of {marks.end!r}")
+    return exact_string(either([text_form(text) for text in texts]), marks.end, marks.line)
 
 
 def _guarded(bounded: Sequence[Kind], marks: ParameterMarks) -> Form:
     """Any string that cannot be read as one of these types."""
     first = regex_form(f"[^{SPACES}{''.join(_BEGINS[kind] for kind in bounded)}{marks.end[0]}]")
-    text = optional(sequence(first, any_text(marks.end)))
-    return sequence(text_form("\n"), text, text_form("\n")) if marks.line else text
+    return exact_string(optional(sequence(first, any_text(marks.end))), marks.end, marks.line)
 
 
 def _json(branch: Branch, marks: ParameterMarks) -> Form:
     form = json_form(json_inside(branch.schema, marks.end))
     form["excludes"] = [marks.end]  # the closing tag in a string would end the value there
-    line = text_form("\n")
-    return sequence(line, form, line) if marks.line else form
+    return exact_string(form, marks.end, marks.line)

@@ -47,6 +47,11 @@ _COUNTED_CHARACTER = re.compile(r'^(\w+) ::= \(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.M
 _AT_LEAST = re.compile(r'^(\w+) ::= \(\("\\"" (\w+)\{([1-9]\d*), -1\} "\\""\)\)$', re.MULTILINE)
 """Its rule for a string without a most length."""
 
+_LENGTHS = re.compile('"(?:min|max)Length"')
+
+_STRING_CHARACTERS = (r"[^\0-\x1f\"\\\r\n]", r"[^\"\\\x00-\x1f]")
+"""What the library and `_mended` write for a character of a JSON string."""
+
 _REST = r"""mended_escape ::= (([\"\\/bfnrt]) | ("u" [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9]))
 mended_first ::= (([^\"\\\x00-\x1f]) | ("\\" mended_escape))
 mended_rest ::= (("\"") | ([^\"\\\x00-\x1f] mended_rest) | ("\\" mended_escape mended_rest))
@@ -139,6 +144,7 @@ class XGrammarBackend:
             case "ebnf":
                 return compiler.compile_grammar(text)
             case "structural_tag" | "token_tag":
+                text = json.dumps(_spelled_out(json.loads(text)))
                 mended = _mended(xgrammar.Grammar.from_structural_tag(text))
                 return compiler.compile_structural_tag(text) if mended is None else compiler.compile_grammar(mended)
 
@@ -261,6 +267,26 @@ def _mended(grammar: xgrammar.Grammar) -> str | None:
 
     text, num_open = _AT_LEAST.subn(at_least, text)
     return text + _REST if num_open else text
+
+
+def _spelled_out(tag: Any) -> Any:
+    """A structural tag in which JSON that has to leave a text out, and holds strings of limited length, is a grammar:
+    the library knows only one of the two. All its strings leave the text's first character out."""
+    if isinstance(tag, list):
+        return [_spelled_out(item) for item in tag]
+    if not isinstance(tag, dict):
+        return tag
+    schema = tag.get("json_schema")
+    if tag.get("type") != "json_schema" or not tag.get("excludes"):
+        return tag if schema is not None else {key: _spelled_out(item) for key, item in tag.items()}
+    written = json.dumps(schema)
+    if not _LENGTHS.search(written):
+        return tag
+    grammar = xgrammar.Grammar.from_json_schema(written, max_whitespace_cnt=tag.get("max_whitespace_cnt"))
+    text = _mended(grammar) or str(grammar)
+    for characters in _STRING_CHARACTERS:
+        text = text.replace(characters, characters.replace("[^", f"[^{tag['excludes'][0][0]}"))
+    return {"type": "grammar", "grammar": text}
 
 
 def _check_patterns(schema: Any) -> None:
