@@ -281,16 +281,6 @@ async def test_sampling_fields_arrive(http: httpx.AsyncClient, engine: FakeClien
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.5, 0.25, 7, 3)
 
 
-async def test_count_tokens_is_what_a_message_takes(engine: FakeClient):
-    async with http_client(engine, **PARSERS) as http:
-        fields = body(tools=[WEATHER], system="be brief")
-        used = (await http.post(URL, json=fields)).json()["usage"]
-        del fields["max_tokens"]
-        counted = (await http.post(COUNT, json=fields)).json()
-    assert counted == {"input_tokens": used["input_tokens"] + used["cache_read_input_tokens"]}
-    assert len(engine.requests) == 1
-
-
 @pytest.mark.parametrize("name", sorted(MESSAGES_REFUSED))
 async def test_refused_fields_are_named(http: httpx.AsyncClient, name: str):
     neutral, _ = MESSAGES_REFUSED[name]

@@ -143,8 +143,7 @@ async def prepare_turn(context: ServerContext, request: TurnRequest, sampling: S
     is_strict = request.grammar is not None or bool(request.strict_tools)
     # Hundreds of long schemas take seconds to check.
     grammar = await off_loop(num_chars(offered) if forced or is_strict else 0, _grammar, context, request, offered)
-    kwargs, thinking = template_switches(request, context.client.template_variables)
-    prompt = await render(context, replace(talk, template_kwargs=kwargs))
+    prompt, thinking = await _rendered(context, request)
 
     parses_calls = bool(offered) and request.choice.mode != "none"
     tool_format = forced_calls(formats.tools.ids) if forced else formats.tools
@@ -152,27 +151,13 @@ async def prepare_turn(context: ServerContext, request: TurnRequest, sampling: S
     if needs_special:
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     tokenizer = context.client.tokenizer
-    continued = str(talk.messages[-1]["content"]) if talk.continue_final_message else None
-    tail = _TAIL_TOKENS if continued is None else max(_CONTINUED_TAIL_TOKENS, len(continued.encode()) + _TAIL_TOKENS)
-    parsing = ParseContext(
-        tools=tool_specs(offered),
-        prompt=tokenizer.decode(prompt[-tail:], skip_special_tokens=False),
-        continued=continued,
-        thinking=thinking,
-        history_calls=sum(len(message.get("tool_calls") or ()) for message in talk.messages),
-        # Stop strings end the text; a parser that reads ids would read on behind them.
-        tokenizer=None if sampling.stop else tokenizer,
-    )
+    # Stop strings end the text; a parser that reads ids would read on behind them.
+    parsing = _parse_context(context, request, prompt, thinking, offered, reads_ids=not sampling.stop)
     is_whole = grammar is not None and grammar.kind == "token_tag"
     if is_whole and _is_behind(formats.reasoning, parsing, talk.continue_final_message):
         grammar, is_whole = request.grammar, False  # an answer has been begun: it is no call
-    # Free text with strict calls, and a whole output, may hold the reasoning, too; an answer's beginning does not.
-    of_answer = forced or request.grammar is not None or formats.tools.openings is not None
-    waits = grammar is not None and not is_whole and of_answer
-    if waits or is_whole or request.thinking_budget is not None:
-        start = _constraint_start(formats.reasoning, parsing, talk.continue_final_message, waits)
-        if is_whole:
-            start = _whole_start(start, formats.reasoning, opens=request.thinking_budget is not None)
+    start = _start(context, request, parsing, forced, constrained=grammar is not None, is_whole=is_whole)
+    if start is not None:
         if start.opens:
             prompt = prompt + tokenizer.encode(start.opens, False, True)
             parsing = replace(parsing, prompt=(parsing.prompt or "") + start.opens)
@@ -189,6 +174,55 @@ async def prepare_turn(context: ServerContext, request: TurnRequest, sampling: S
             budget = ThinkingBudget(request.thinking_budget, after, closing, over_at)
             sampling = msgspec.structs.replace(sampling, thinking=budget)
     return Turn(prompt, sampling, grammar, formats.reasoning, tool_format, parsing, tokenizer, parses_calls, request)
+
+
+async def count_prompt(context: ServerContext, request: TurnRequest) -> int:
+    """How many tokens the turn's prompt has. What only generating needs (schemas, a format of calls) is not looked at.
+
+    Raises:
+        InvalidRequest: what cannot be rendered; names the field.
+    """
+    choice, answer = request.choice, request.grammar
+    offered = _offered(request.conversation.tools, choice)
+    prompt, thinking = await _rendered(context, request)
+    parsing = _parse_context(context, request, prompt, thinking, (), reads_ids=True)
+    forced = bool(offered) and choice.mode == "required"
+    decides = bool(offered) and choice.mode == "auto"
+    has_strict = decides and any(tool["function"]["name"] in request.strict_tools for tool in offered)
+    is_whole = decides and context.formats.tools.messages is not None and (answer is not None or has_strict)
+    if is_whole and _is_behind(context.formats.reasoning, parsing, request.conversation.continue_final_message):
+        is_whole = has_strict = False
+    constrained = forced or answer is not None or has_strict
+    start = _start(context, request, parsing, forced, constrained=constrained, is_whole=is_whole)
+    opens = "" if start is None else start.opens
+    return len(prompt) + (len(context.client.tokenizer.encode(opens, False, True)) if opens else 0)
+
+
+async def _rendered(context: ServerContext, request: TurnRequest) -> tuple[list[int], bool | None]:
+    """The conversation's prompt, and what the template's variables say of thinking."""
+    kwargs, thinking = template_switches(request, context.client.template_variables)
+    return await render(context, replace(request.conversation, template_kwargs=kwargs)), thinking
+
+
+def _parse_context(
+    context: ServerContext,
+    request: TurnRequest,
+    prompt: list[int],
+    thinking: bool | None,
+    offered: Sequence[Mapping[str, Any]],
+    reads_ids: bool,
+) -> ParseContext:
+    talk, tokenizer = request.conversation, context.client.tokenizer
+    continued = str(talk.messages[-1]["content"]) if talk.continue_final_message else None
+    tail = _TAIL_TOKENS if continued is None else max(_CONTINUED_TAIL_TOKENS, len(continued.encode()) + _TAIL_TOKENS)
+    return ParseContext(
+        tools=tool_specs(offered),
+        prompt=tokenizer.decode(prompt[-tail:], skip_special_tokens=False),
+        continued=continued,
+        thinking=thinking,
+        history_calls=sum(len(message.get("tool_calls") or ()) for message in talk.messages),
+        tokenizer=tokenizer if reads_ids else None,
+    )
 
 
 def template_switches(request: TurnRequest, variables: frozenset[str]) -> tuple[dict[str, Any], bool | None]:
@@ -313,6 +347,32 @@ class _ConstraintStart:
 
     ends: str = ""
     opens: str = ""
+
+
+def _start(
+    context: ServerContext,
+    request: TurnRequest,
+    parsing: ParseContext,
+    forced: bool,
+    *,
+    constrained: bool,
+    is_whole: bool,
+) -> _ConstraintStart | None:
+    """Where the constraint and the thinking's budget start; None where there is nothing to wait for.
+
+    Args:
+        forced: a call is.
+        constrained: there is a grammar. is_whole: of all messages.
+    """
+    formats, continues = context.formats, request.conversation.continue_final_message
+    # Free text with strict calls, and a whole output, may hold the reasoning, too; an answer's beginning does not.
+    of_answer = forced or request.grammar is not None or formats.tools.openings is not None
+    waits = constrained and not is_whole and of_answer
+    has_budget = request.thinking_budget is not None
+    if not (waits or is_whole or has_budget):
+        return None
+    start = _constraint_start(formats.reasoning, parsing, continues, waits)
+    return _whole_start(start, formats.reasoning, opens=has_budget) if is_whole else start
 
 
 def _marks_out(reasoning: ReasoningFormat, tokenizer: SpecialTokens) -> tuple[int | None, tuple[int, ...]]:

@@ -25,10 +25,12 @@ from tokenspeed.server.openai.fields import GenerationFields, to_sampling
 from tokenspeed.server.rendering import Conversation
 from tokenspeed.server.responses import json_response
 from tokenspeed.server.schema import documented
-from tokenspeed.server.turn import ToolChoice, TurnRequest, prepare_turn
+from tokenspeed.server.turn import ToolChoice, TurnRequest, count_prompt, prepare_turn
 from tokenspeed.server.turn_news import News, event_stream, turn_news, whole_answer
 
 logger = logging.getLogger("tokenspeed.server")
+
+_ANY_SCHEMA = GrammarSpec(kind="json_schema", text="{}")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -51,7 +53,7 @@ def router(context: ServerContext) -> APIRouter:
         body = parse(await read_json(request))
         context.check_model(body.model)
         sampling = _sampling(context, body)
-        turn = await prepare_turn(context, _turn_request(body), sampling)
+        turn = await prepare_turn(context, _turn_request(body, _grammar(body)), sampling)
         message_id = context.claim_id("msg", f"msg_{uuid.uuid4().hex}")
         news = turn_news(context, turn.generation(message_id), turn.reader())
         omits = body.thinking is not None and body.thinking.display == "omitted"
@@ -64,8 +66,9 @@ def router(context: ServerContext) -> APIRouter:
     async def count(request: Request) -> Response:
         body = parse_count(await read_json(request))
         context.check_model(body.model)
-        turn = await prepare_turn(context, _turn_request(body), SamplingParams())
-        return json_response(TokenCount(input_tokens=len(turn.prompt_token_ids)))
+        # Whether there is a schema may decide how the prompt ends, and which one does not.
+        turn = _turn_request(body, _ANY_SCHEMA if _has_format(body) else None)
+        return json_response(TokenCount(input_tokens=await count_prompt(context, turn)))
 
     @routes.post(
         "/v1/messages",
@@ -103,7 +106,7 @@ def _sampling(context: ServerContext, body: MessagesRequest) -> SamplingParams:
         raise InvalidRequest(error.message.replace("stop", "stop_sequences", 1), param="stop_sequences") from None
 
 
-def _turn_request(body: PromptFields) -> TurnRequest:
+def _turn_request(body: PromptFields, grammar: GrammarSpec | None) -> TurnRequest:
     messages = to_messages(body)
     choice = body.tool_choice
     thinking = body.thinking.type if body.thinking is not None else "adaptive"
@@ -119,7 +122,7 @@ def _turn_request(body: PromptFields) -> TurnRequest:
         thinking=None if thinking == "adaptive" else thinking == "enabled",
         thinking_budget=body.thinking.budget_tokens if body.thinking is not None else None,
         reasoning_effort=config.effort if config is not None else None,
-        grammar=_grammar(body),
+        grammar=grammar,
         yields_to_tools=True,
         strict_tools=frozenset(tool.name for tool in body.tools or () if tool.strict),
         other_choices="none, any or tool",
@@ -137,6 +140,10 @@ def _choice(body: PromptFields) -> ToolChoice:
             return ToolChoice("required", body.tool_choice.name)
         case _:
             return ToolChoice()
+
+
+def _has_format(body: PromptFields) -> bool:
+    return body.output_config is not None and body.output_config.format is not None
 
 
 def _grammar(body: PromptFields) -> GrammarSpec | None:
