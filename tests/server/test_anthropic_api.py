@@ -347,12 +347,44 @@ async def test_blocks_have_their_place(http: httpx.AsyncClient, content: Any, wo
     assert response.status_code == 400 and words in response.json()["error"]["message"]
 
 
+def check_id(response: httpx.Response, prefix: str = "") -> None:
+    """An error names its request, in the body and in the header that SDKs read."""
+    error = response.json()
+    assert error["type"] == "error" and len(error["request_id"]) > 30 and error["request_id"].startswith(prefix)
+    assert response.headers["request-id"] == response.headers["x-request-id"] == error["request_id"]
+
+
+async def test_every_error_has_its_shape_and_an_id(http: httpx.AsyncClient, engine: FakeClient):
+    """The bug: `"request_id": null`, no header, and OpenAI's shape where no endpoint was reached."""
+    for bad in ({"max_tokens": 0}, {"nonsense": 1}, {"model": "other"}):
+        check_id(await http.post(URL, json=body(**bad)), "msg_")
+    check_id(await http.post(URL, content=b"{", headers={"content-type": "application/json"}), "msg_")
+    check_id(await http.post(COUNT, json={}), "req_")
+    count = await http.post(COUNT, json={"model": "tiny", "messages": [{"role": "user", "content": "hi"}]})
+    assert count.status_code == 200 and count.headers["request-id"].startswith("req_")
+    for method, url, status, kind in (
+        ("GET", URL, 405, "invalid_request_error"),
+        ("DELETE", COUNT, 405, "invalid_request_error"),
+        ("POST", f"{URL}/batches", 404, "not_found_error"),
+    ):
+        response = await http.request(method, url)
+        check_id(response, "req_")
+        assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
+        assert url in response.json()["error"]["message"]
+    assert (await http.get("/v1/chat/completions")).json()["error"]["code"] == "method_not_allowed"
+    engine.fail_after = 2
+    events = await streamed(http)
+    assert events[-1]["request_id"] == events[0]["message"]["id"]
+
+
 async def test_statuses(engine: FakeClient):
     async with http_client(engine, api_keys=("k",), max_request_bytes=4000) as http:
         key = {"x-api-key": "k"}
 
         async def status(headers: dict[str, str], **fields: Any) -> tuple[int, str]:
             response = await http.post(URL, json=body(**fields), headers=headers)
+            if response.status_code != 200:
+                check_id(response)
             return response.status_code, response.json().get("error", {}).get("type", "")
 
         assert await status({}) == (401, "authentication_error")

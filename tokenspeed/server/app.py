@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 from starlette.middleware.cors import CORSMiddleware
 
 import tokenspeed
@@ -18,9 +18,10 @@ from tokenspeed.config.server import ServerConfig
 from tokenspeed.engine.connect import start_engine
 from tokenspeed.engine.interface import EngineClient
 from tokenspeed.server import admin, parse, profiling
+from tokenspeed.server.anthropic import errors as anthropic
 from tokenspeed.server.anthropic import messages
 from tokenspeed.server.context import ServerContext
-from tokenspeed.server.errors import install_handlers
+from tokenspeed.server.errors import error_response, install_handlers
 from tokenspeed.server.formats import choose_formats
 from tokenspeed.server.lifecycle import StopSignal, bind, first_of, run_loop, serve
 from tokenspeed.server.metrics import Metrics
@@ -75,7 +76,7 @@ def build_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     responses = ResponseStore()
     for kept in (create, stored):
         app.include_router(kept.router(context, responses))
-    install_handlers(app)
+    install_handlers(app, _error_in_shape)
     install_openapi(app, _WIRE_TYPES)
     # The last one added is the outermost: CORS answers preflights, which carry no key.
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes)
@@ -90,6 +91,10 @@ def build_app(client: EngineClient, config: ServerConfig) -> FastAPI:
             expose_headers=["x-request-id", "retry-after"],
         )
     return app
+
+
+def _error_in_shape(path: str, error: Exception) -> Response:
+    return anthropic.error_response(error) if anthropic.speaks_anthropic(path) else error_response(error)
 
 
 def run_server(engine_config: EngineConfig, server_config: ServerConfig, startup_timeout_s: float) -> int:

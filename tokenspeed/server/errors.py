@@ -1,4 +1,4 @@
-"""Errors on the wire: every failure leaves in OpenAI's shape with the right status. Knows no endpoint.
+"""Errors on the wire, in OpenAI's shape, each with the right status. Knows no endpoint.
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from http import HTTPStatus
 
 import msgspec
@@ -115,11 +116,15 @@ def error_headers(error: Exception) -> dict[str, str]:
     return headers
 
 
-def install_handlers(app: FastAPI) -> None:
-    """Answer every exception that leaves an endpoint in OpenAI's shape."""
+def install_handlers(app: FastAPI, respond: Callable[[str, Exception], Response]) -> None:
+    """Answer every exception that leaves an endpoint.
 
-    async def known(_request: Request, error: Exception) -> Response:
-        return error_response(error)
+    Args:
+        respond: the response for a path's exception, in the shape that the path speaks.
+    """
+
+    async def known(request: Request, error: Exception) -> Response:
+        return respond(request.url.path, error)
 
     async def not_routed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -128,7 +133,7 @@ def install_handlers(app: FastAPI) -> None:
         if error.status_code == 405 and error.detail == "Method Not Allowed":
             allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow", "another method")
             error.detail = f"{request.url.path} takes {allowed}, not {request.method}"
-        return error_response(error)
+        return respond(request.url.path, error)
 
     async def gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)

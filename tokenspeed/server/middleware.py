@@ -59,7 +59,7 @@ class BodyLimitMiddleware:
         length = _header(scope, b"content-length")
         if length is not None and length.isdigit():
             if int(length) > self._max_bytes:
-                respond = anthropic.error_response if _speaks_anthropic(scope) else error_response
+                respond = anthropic.error_response if anthropic.speaks_anthropic(scope["path"]) else error_response
                 await respond(self._too_large(f"{int(length)} bytes"))(scope, receive, send)
                 return
             await self._app(scope, receive, send)  # the HTTP parser holds the client to its Content-Length
@@ -94,18 +94,12 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
     return None
 
 
-def _speaks_anthropic(scope: Scope) -> bool:
-    """The path's endpoint has errors in Anthropic's shape."""
-    path: str = scope["path"]
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
-
-
 async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
     message = (
         "this server asks for a key: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY' with one given to "
         "--api-key"
     )
-    if _speaks_anthropic(scope):
+    if anthropic.speaks_anthropic(scope["path"]):
         await anthropic.unauthorized(message)(scope, receive, send)
         return
     detail = ErrorDetail(

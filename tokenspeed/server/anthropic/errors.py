@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Mapping
 
 import msgspec
@@ -41,10 +42,20 @@ class AnthropicError(msgspec.Struct, kw_only=True):
 
     type: str = "error"
     error: AnthropicErrorDetail
-    request_id: str | None = None
+    request_id: str
 
 
-def to_error(error: Exception) -> tuple[int, AnthropicError]:
+def speaks_anthropic(path: str) -> bool:
+    """The path's answers, whatever goes wrong, are in Anthropic's shape."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def new_request_id() -> str:
+    """An id for a request that has none yet: it fails before anything is generated, or counts."""
+    return f"req_{uuid.uuid4().hex}"
+
+
+def to_error(error: Exception, request_id: str) -> tuple[int, AnthropicError]:
     """The HTTP status and wire form of any exception."""
     status, detail = describe(error)
     if isinstance(error, Overloaded) and error.draining:
@@ -52,35 +63,42 @@ def to_error(error: Exception) -> tuple[int, AnthropicError]:
     message = detail.message
     if isinstance(error, InvalidRequest) and error.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # by these words agents know that they have to compact
-    return status, AnthropicError(error=AnthropicErrorDetail(type=_TYPES.get(status, "api_error"), message=message))
+    kind = _TYPES.get(status, "api_error")
+    return status, AnthropicError(error=AnthropicErrorDetail(type=kind, message=message), request_id=request_id)
 
 
-def error_response(error: Exception) -> Response:
-    """A whole HTTP response for an exception."""
-    status, body = to_error(error)
-    return json_response(body, status, error_headers(error))
+def error_response(error: Exception, request_id: str | None = None) -> Response:
+    """A whole HTTP response for an exception; of a request without an id it names a new one."""
+    status, body = to_error(error, request_id or new_request_id())
+    return json_response(body, status, {**error_headers(error), **id_headers(body.request_id)})
+
+
+def id_headers(request_id: str) -> dict[str, str]:
+    """The headers that name a request; Anthropic's SDKs read `request-id`."""
+    return {"x-request-id": request_id, "request-id": request_id}
 
 
 def unauthorized(message: str) -> Response:
     """The response to a request without a valid key."""
-    body = AnthropicError(error=AnthropicErrorDetail(type="authentication_error", message=message))
-    return json_response(body, 401, {"www-authenticate": "Bearer"})
+    detail = AnthropicErrorDetail(type="authentication_error", message=message)
+    body = AnthropicError(error=detail, request_id=new_request_id())
+    return json_response(body, 401, {"www-authenticate": "Bearer", **id_headers(body.request_id)})
 
 
-def encode_error(error: Exception) -> bytes:
-    """The JSON body of an exception."""
-    return msgspec.json.encode(to_error(error)[1])
-
-
-def error_event(error: Exception) -> bytes:
+def error_event(error: Exception, request_id: str) -> bytes:
     """The event that ends a stream which cannot go on."""
-    return b"event: error\ndata: " + encode_error(error) + b"\n\n"
+    return b"event: error\ndata: " + encode_error(error, request_id) + b"\n\n"
 
 
-def answer_error(error: Exception) -> Response:
+def encode_error(error: Exception, request_id: str) -> bytes:
+    """The JSON body of an exception."""
+    return msgspec.json.encode(to_error(error, request_id)[1])
+
+
+def answer_error(error: Exception, request_id: str) -> Response:
     """What an endpoint answers for an exception of its own. What is no TokenSpeedError is a bug, and logged as one."""
     if isinstance(error, ClientGone):
         raise error
     if not isinstance(error, TokenSpeedError):
         logger.error("a request failed", exc_info=error)
-    return error_response(error)
+    return error_response(error, request_id)

@@ -16,7 +16,14 @@ from tokenspeed.protocol.errors import InvalidRequest, TokenSpeedError
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.server.anthropic.conversation import chat_tools, to_messages
-from tokenspeed.server.anthropic.errors import AnthropicError, answer_error, encode_error, error_event
+from tokenspeed.server.anthropic.errors import (
+    AnthropicError,
+    answer_error,
+    encode_error,
+    error_event,
+    id_headers,
+    new_request_id,
+)
 from tokenspeed.server.anthropic.events import Event, MessageObject, MessageWriter, StopDelta, sse, to_usage
 from tokenspeed.server.anthropic.request import MessagesRequest, PromptFields, parse, parse_count
 from tokenspeed.server.body import read_json
@@ -32,7 +39,7 @@ logger = logging.getLogger("tokenspeed.server")
 
 _ANY_SCHEMA = GrammarSpec(kind="json_schema", text="{}")
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+Endpoint = Callable[[Request, str], Awaitable[Response]]
 
 
 class TokenCount(msgspec.Struct, kw_only=True):
@@ -48,27 +55,29 @@ def router(context: ServerContext) -> APIRouter:
     """The endpoints, bound to a server."""
     routes = APIRouter()
 
-    async def create(request: Request) -> Response:
+    async def create(request: Request, message_id: str) -> Response:
         context.check_accepting()
         body = parse(await read_json(request))
         context.check_model(body.model)
         sampling = _sampling(context, body)
         turn = await prepare_turn(context, _turn_request(body, _grammar(body)), sampling)
-        message_id = context.claim_id("msg", f"msg_{uuid.uuid4().hex}")
+        context.claim_id("msg", message_id)
         news = turn_news(context, turn.generation(message_id), turn.reader())
         omits = body.thinking is not None and body.thinking.display == "omitted"
         writer = MessageWriter(message_id, context.model_name, omits)
-        headers = {"x-request-id": message_id, "request-id": message_id}
+        headers = id_headers(message_id)
         if body.stream:
-            return await event_stream(request, _events(news, writer), encode_error, headers)
+            events = _events(news, writer, message_id)
+            return await event_stream(request, events, lambda error: encode_error(error, message_id), headers)
         return json_response(await whole_answer(request, _whole(news, writer)), headers=headers)
 
-    async def count(request: Request) -> Response:
+    async def count(request: Request, request_id: str) -> Response:
         body = parse_count(await read_json(request))
         context.check_model(body.model)
         # Whether there is a schema may decide how the prompt ends, and which one does not.
         turn = _turn_request(body, _ANY_SCHEMA if _has_format(body) else None)
-        return json_response(TokenCount(input_tokens=await count_prompt(context, turn)))
+        counted = TokenCount(input_tokens=await count_prompt(context, turn))
+        return json_response(counted, headers=id_headers(request_id))
 
     @routes.post(
         "/v1/messages",
@@ -76,21 +85,22 @@ def router(context: ServerContext) -> APIRouter:
     )
     async def create_message(request: Request) -> Response:
         """Answer a conversation, whole or as a stream of typed events."""
-        return await _in_shape(create, request)
+        return await _in_shape(create, request, f"msg_{uuid.uuid4().hex}")
 
     @routes.post("/v1/messages/count_tokens", **documented("Anthropic", PromptFields, TokenCount, error=AnthropicError))
     async def count_tokens(request: Request) -> Response:
         """How many tokens a conversation's prompt has."""
-        return await _in_shape(count, request)
+        return await _in_shape(count, request, new_request_id())
 
     return routes
 
 
-async def _in_shape(endpoint: Endpoint, request: Request) -> Response:
+async def _in_shape(endpoint: Endpoint, request: Request, request_id: str) -> Response:
+    """The endpoint's answer, or its error's. The id is there before the body is read: a refusal names it, too."""
     try:
-        return await endpoint(request)
+        return await endpoint(request, request_id)
     except Exception as error:
-        return answer_error(error)
+        return answer_error(error, request_id)
 
 
 def _sampling(context: ServerContext, body: MessagesRequest) -> SamplingParams:
@@ -154,7 +164,9 @@ def _grammar(body: PromptFields) -> GrammarSpec | None:
     return GrammarSpec(kind="json_schema", text=json.dumps(schema), param=param)
 
 
-async def _events(news: AsyncGenerator[News, None], writer: MessageWriter) -> AsyncGenerator[bytes, None]:
+async def _events(
+    news: AsyncGenerator[News, None], writer: MessageWriter, message_id: str
+) -> AsyncGenerator[bytes, None]:
     """The message's events. Before the first, errors are raised; then they are its last event."""
     is_first = True
     try:
@@ -175,7 +187,7 @@ async def _events(news: AsyncGenerator[News, None], writer: MessageWriter) -> As
             raise
         if not isinstance(error, TokenSpeedError):  # a bug of ours; nobody else would log it
             logger.error("a stream failed", exc_info=error)
-        yield error_event(error)
+        yield error_event(error, message_id)
 
 
 async def _whole(news: AsyncGenerator[News, None], writer: MessageWriter) -> MessageObject:
