@@ -153,6 +153,7 @@ async def test_conversations_become_messages(http: httpx.AsyncClient, engine: Fa
             "role": "assistant",
             "content": [
                 {"type": "thinking", "thinking": "hm", "signature": "unsigned"},
+                {"type": "redacted_thinking", "data": "EmwKAhgB"},
                 {"type": "text", "text": "one moment", "citations": None},
                 {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}, "caller": {"type": "direct"}},
                 {"type": "tool_use", "id": "t2", "name": "g", "input": {}},
@@ -340,6 +341,7 @@ async def test_invalid_requests(http: httpx.AsyncClient, engine: FakeClient, fie
         ([{"type": "tool_result", "tool_use_id": "t", "content": ""}], "no tool_use with id 't'"),
         ([{"type": "tool_use", "id": "t", "name": "f", "input": {}}], "only a message of role assistant"),
         ([{"type": "thinking", "thinking": "hm"}], "only a message of role assistant"),
+        ([{"type": "redacted_thinking", "data": "x"}], "only a message of role assistant"),
     ],
 )
 async def test_blocks_have_their_place(http: httpx.AsyncClient, content: Any, words: str):

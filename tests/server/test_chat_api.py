@@ -229,6 +229,21 @@ CALLING: list[Any] = [
 ]
 
 
+async def test_a_history_may_hold_refusals(http: httpx.AsyncClient, engine: FakeClient):
+    """Another server's, which are text for the model: a conversation does not end with them."""
+    parts = [{"type": "text", "text": "sorry"}, {"type": "refusal", "refusal": "I will not."}]
+    talk = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": parts},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": None, "refusal": "No."},
+        {"role": "user", "content": "c"},
+    ]
+    assert (await http.post(URL, json=chat(messages=talk))).status_code == 200
+    contents = [message["content"] for message in engine.rendered[0]["messages"]]
+    assert contents == ["a", "sorry\nI will not.", "b", "No.", "c"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -296,6 +311,13 @@ CALLING: list[Any] = [
         ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "robot"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "needs text"),
         ({"messages": [{"role": "user", "content": "raise in template"}]}, "messages", "says no"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]},
+            "messages[0].content[0]",
+            "only for role assistant",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "refusal": "no"}]}, "messages[0].refusal", "assistant"),
+        ({"messages": [{"role": "assistant", "content": "a", "refusal": "no"}]}, "messages[0].refusal", "one of them"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0]",

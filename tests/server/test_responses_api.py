@@ -23,6 +23,7 @@ from tokenspeed.server.responses_api.items import (
     OutputText,
     ReasoningItem,
     ReasoningText,
+    Refusal,
 )
 from tokenspeed.server.responses_api.request import NOT_OFFERED, RESPONSES_REFUSED
 
@@ -390,7 +391,7 @@ def test_items_become_messages():
         FunctionCallOutputItem(call_id="2", output=[InputText(text="no")]),
         ReasoningItem(encrypted_content=pack("so")),
         MessageItem(role="assistant", content="done"),
-        MessageItem(role="assistant", content="really"),
+        MessageItem(role="assistant", content=[OutputText(text="really"), Refusal(refusal="not")]),
     ]
     calls = [
         {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}},
@@ -403,7 +404,7 @@ def test_items_become_messages():
         {"role": "tool", "content": "yes", "tool_call_id": "1"},
         {"role": "tool", "content": "no", "tool_call_id": "2"},
         {"role": "assistant", "content": "done", "reasoning_content": "so"},
-        {"role": "assistant", "content": "really"},
+        {"role": "assistant", "content": "really\nnot"},
     ]
     with pytest.raises(InvalidRequest, match="call_id '3'"):
         to_messages([*items, FunctionCallOutputItem(call_id="3", output="")], None)
@@ -412,7 +413,7 @@ def test_items_become_messages():
 def test_inputs_are_taken_as_sdks_write_them():
     assert plain_input("hi") == [{"type": "message", "role": "user", "content": "hi"}]
     part = {"type": "output_text", "text": "a", "annotations": [], "logprobs": None}
-    given = {"role": "assistant", "content": [part], "id": None, "namespace": None}
-    assert plain_input([given]) == [
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]}
-    ]
+    refusal = {"type": "refusal", "refusal": "no"}
+    given = {"role": "assistant", "content": [part, refusal], "id": None, "namespace": None}
+    parts = [{"type": "output_text", "text": "a", "annotations": []}, refusal]
+    assert plain_input([given]) == [{"type": "message", "role": "assistant", "content": parts}]

@@ -26,6 +26,14 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", kw_only=Tr
     signature: str = ""
 
 
+class RedactedThinkingBlock(
+    msgspec.Struct, tag_field="type", tag="redacted_thinking", kw_only=True, forbid_unknown_fields=True
+):
+    """Reasoning that another server encrypted. Nobody here can read it, so it is left out. Never made here."""
+
+    data: str
+
+
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", kw_only=True, forbid_unknown_fields=True):
     """The model's wish to call a tool."""
 
@@ -44,5 +52,5 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", kw_on
     cache_control: CacheControl | msgspec.UnsetType = msgspec.UNSET
 
 
-InputBlock = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+InputBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 OutputBlock = TextBlock | ThinkingBlock | ToolUseBlock

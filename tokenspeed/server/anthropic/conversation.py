@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from tokenspeed.protocol.errors import InvalidRequest
-from tokenspeed.server.anthropic.blocks import TextBlock, ThinkingBlock, ToolResultBlock, ToolUseBlock
+from tokenspeed.server.anthropic.blocks import (
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
 from tokenspeed.server.anthropic.request import InputMessage, PromptFields, Tool
 from tokenspeed.server.carried import unpack
 from tokenspeed.server.openai.tools import check_tool_names
@@ -75,6 +81,8 @@ def _assistant(message: InputMessage, where: str, calls_so_far: dict[str, bool])
                 texts.append(block.text)
             case ThinkingBlock():
                 thinking.append(block.thinking or unpack(block.signature) or "")
+            case RedactedThinkingBlock():
+                pass
             case ToolUseBlock():
                 if block.id in calls_so_far:
                     raise _second(f"{where}.content[{place}]", "id", "tool_use", block.id)
@@ -121,6 +129,8 @@ def _others(message: InputMessage, where: str, calls_so_far: dict[str, bool]) ->
                 result.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)})
             case ThinkingBlock():
                 raise _misplaced(at, "thinking", "assistant")
+            case RedactedThinkingBlock():
+                raise _misplaced(at, "redacted_thinking", "assistant")
             case _:
                 raise _misplaced(at, "tool_use", "assistant")
     flush()

@@ -29,7 +29,7 @@ MESSAGES_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "user_profile_id": ((None,), "there are no user profiles; metadata.user_id is taken"),
     "workspace_id": ((None,), "there are no workspaces"),
 }
-_BLOCKS = ("text", "thinking", "tool_use", "tool_result")
+_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

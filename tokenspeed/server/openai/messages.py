@@ -25,11 +25,16 @@ _OTHER_MEDIA = frozenset(
 )
 
 
-class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
     """A part of a message's content."""
 
-    type: Literal["text"]
     text: str
+
+
+class RefusalPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
+    """A part of an assistant's content that another server marked as a refusal; text like any other for the model."""
+
+    refusal: str
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -52,15 +57,15 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One message.
 
     Fields:
-        content: text or a list of text parts; null only for an assistant.
+        content: text or a list of text parts; null only for an assistant. refusal: an assistant's, instead of content.
         name: of the speaker, for templates that show it.
         tool_calls: assistant only. tool_call_id: role tool only.
         reasoning_content, reasoning: two names of an assistant's earlier reasoning, for templates that show it.
-        refusal, annotations, audio, function_call: what answers carry and clients send back; only null or empty.
+        annotations, audio, function_call: what answers carry and clients send back; only null or empty.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -111,12 +116,11 @@ def _to_template(message: Message, where: str) -> dict[str, Any]:
         raise InvalidRequest(f"{where}.tool_call_id is only for role tool", param=f"{where}.tool_call_id")
     if message.annotations:
         raise InvalidRequest(f"{where}.annotations cannot be used: it must be empty", param=f"{where}.annotations")
-    if message.refusal is not None:
-        raise InvalidRequest(f"{where}.refusal cannot be used: write it as content", param=f"{where}.refusal")
+    _check_refusals(message, where)
     result: dict[str, Any] = {
         # Families served here have no developer role of their own; OpenAI defines it as the newer system role.
         "role": "system" if message.role == "developer" else message.role,
-        "content": _text(message.content),
+        "content": _text(message.content) or message.refusal or "",
     }
     if message.name is not None:
         result["name"] = message.name
@@ -134,10 +138,26 @@ def _to_template(message: Message, where: str) -> dict[str, Any]:
     return result
 
 
-def _text(content: str | list[TextPart] | None) -> str:
+def _check_refusals(message: Message, where: str) -> None:
+    """Only an assistant refuses, and in one place: `refusal` comes instead of content."""
+    if message.role != "assistant" and message.refusal is not None:
+        raise InvalidRequest(f"{where}.refusal is only for role assistant", param=f"{where}.refusal")
+    if message.content and message.refusal:
+        raise InvalidRequest(
+            f"{where} has content and a refusal; an answer is one of them, send it as content", param=f"{where}.refusal"
+        )
+    for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
+        if isinstance(part, RefusalPart) and message.role != "assistant":
+            at = f"{where}.content[{place}]"
+            raise InvalidRequest(f"{at} is of type refusal, which is only for role assistant", param=at)
+
+
+def _text(content: str | list[TextPart | RefusalPart] | None) -> str:
     if content is None:
         return ""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
 
 
 def _call_to_template(call: ToolCall, where: str) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from tokenspeed.server.responses_api.items import (
     MessageItem,
     OutputText,
     ReasoningItem,
+    Refusal,
 )
 
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
-_PARTS = ("input_text", "output_text")
+_PARTS = ("input_text", "output_text", "refusal")
 
 ChatMessage = dict[str, Any]
 
@@ -172,8 +173,10 @@ def _reasoning(item: ReasoningItem, where: str) -> str:
     return "\n".join(part.text for part in item.summary)
 
 
-def _text(content: str | Sequence[InputText | OutputText]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _text(content: str | Sequence[InputText | OutputText | Refusal]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)
 
 
 def _plain_item(item: Any, where: str) -> Any:

@@ -26,6 +26,12 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text", kw_only=Tr
     logprobs: list[Any] = []
 
 
+class Refusal(msgspec.Struct, tag_field="type", tag="refusal", kw_only=True, forbid_unknown_fields=True):
+    """What another server marked as a refusal; text like any other for the model. Never made here."""
+
+    refusal: str
+
+
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text", kw_only=True, forbid_unknown_fields=True):
     """The model's reasoning, as it wrote it."""
 
@@ -44,7 +50,7 @@ class MessageItem(msgspec.Struct, tag_field="type", tag="message", kw_only=True,
     id: str | None = None
     status: Status | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | OutputText]
+    content: str | list[InputText | OutputText | Refusal]
     phase: Literal["commentary", "final_answer"] | msgspec.UnsetType = msgspec.UNSET
 
 
