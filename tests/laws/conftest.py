@@ -18,5 +18,5 @@ def no_compile_workers() -> Iterator[None]:
     from tokenspeed.runner.compile import CompileJob
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_cuda, "start_compile", lambda config: CompileJob(None, None, None, "kernels: as met"))
+        patch.setattr(build_cuda, "start_compile", lambda *_: CompileJob(None, None, "kernels: as met"))
         yield

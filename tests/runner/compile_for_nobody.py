@@ -11,9 +11,9 @@ from triton.backends.compiler import GPUTarget
 
 from tokenspeed.kernels.triton.compile_monitor import CompileMonitor, KernelList, KernelOrder, load_kernel
 from tokenspeed.kernels.triton.pointwise import silu_and_mul
-from tokenspeed.runner import compile, compile_worker
+from tokenspeed.runner import compile, compile_folder, compile_start
 
-TARGET = compile_worker.Target("cuda", 90, 32)
+TARGET = compile_folder.Target("cuda", 90, 32)
 
 
 def main() -> None:
@@ -29,8 +29,10 @@ def main() -> None:
         with KernelList(orders.append):
             silu_and_mul(torch.zeros(4, 256, dtype=dtype))
     print("listed", len(orders))
-    work = compile.work_folder(TARGET)
-    with compile.CompileJob(compile.start_workers(work, 2), work, None, "") as job:
+    workers = compile_start.start_workers(2)
+    assert workers is not None
+    compile_folder.publish(workers.folder / compile_folder.TARGET, TARGET)
+    with compile.CompileJob(workers, None) as job:
         for order in orders:
             job.order(order)
         print(job.wait())

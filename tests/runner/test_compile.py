@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -21,8 +22,10 @@ from tokenspeed.config.gpu_choices import capture_ladder
 from tokenspeed.config.model import MoeConfig
 from tokenspeed.kernels.triton.compile_monitor import KernelOrder
 from tokenspeed.models.registry import examples
-from tokenspeed.runner import compile
-from tokenspeed.runner.compile import num_workers, prepare_cache, start_compile, twin
+from tokenspeed.runner import compile, compile_start
+from tokenspeed.runner.compile import start_compile
+from tokenspeed.runner.compile_folder import Compiled, Target, publish, target
+from tokenspeed.runner.compile_start import Workers, num_workers, prepare_cache, start_early, twin
 from tokenspeed.runner.warm_up import plan_pages, representatives, warm_up_plans
 
 GIB = 2**30
@@ -70,9 +73,9 @@ COMPILES = DONE.replace("ERROR", "None")
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """A cache folder, a made-up GPU, and workers that run the given code."""
-    monkeypatch.setenv(compile.CACHE_VARIABLE, "")  # so that what the code sets is undone
-    monkeypatch.delenv(compile.CACHE_VARIABLE)
-    monkeypatch.setattr(compile, "cache_folders", lambda: [tmp_path / "cache"])
+    monkeypatch.setenv(compile_start.CACHE_VARIABLE, "")  # so that what the code sets is undone
+    monkeypatch.delenv(compile_start.CACHE_VARIABLE)
+    monkeypatch.setattr(compile_start, "cache_folders", lambda: [tmp_path / "cache"])
     cuda = types.SimpleNamespace(get_device_capability=lambda: (9, 0), get_device_name=lambda: "A GPU")
     monkeypatch.setattr(compile.torch, "cuda", cuda)
     real = subprocess.Popen
@@ -84,7 +87,7 @@ def machine(tmp_path, monkeypatch):
             started.append(real([sys.executable, "-c", code, *command[3:]], **named))
             return started[-1]
 
-        monkeypatch.setattr(compile.subprocess, "Popen", popen)
+        monkeypatch.setattr(compile_start.subprocess, "Popen", popen)
         return started
 
     return use
@@ -141,15 +144,15 @@ def test_the_twin_has_a_layer_of_every_kind(windows, dense_layers, count):
 
 def test_as_many_workers_as_cores():
     assert num_workers(CONFIG) == 3
-    assert num_workers(msgspec.structs.replace(CONFIG, num_threads=200)) == compile.MAX_WORKERS
+    assert num_workers(msgspec.structs.replace(CONFIG, num_threads=200)) == compile_start.MAX_WORKERS
 
 
 def test_success_is_remembered(machine, tmp_path):
     started = machine(COMPILES)
     with start_compile(CONFIG) as job:
         assert job.takes_orders
-        folder = job._folder
-        assert (folder / "target").read_text() == '{"backend":"cuda","arch":90,"warp_size":32}'
+        folder = job._workers.folder
+        assert target(folder) == Target("cuda", 90, 32)
         for order in ORDERS:
             job.order(order)
         loaded = []
@@ -158,8 +161,8 @@ def test_success_is_remembered(machine, tmp_path):
         )
         assert sorted(loaded, key=lambda order: order.name) == ORDERS, "each as soon as it is there"
         assert not folder.exists()
-    assert started[0].args[-1] == "3"
-    assert os.environ[compile.CACHE_VARIABLE] == str(tmp_path / "cache/triton")
+    assert started[0].args[-2:] == ["3", str(os.getpid())]
+    assert os.environ[compile_start.CACHE_VARIABLE] == str(tmp_path / "cache/triton")
     with start_compile(CONFIG) as job:
         assert not job.takes_orders and "compiled before" in job.wait()
     assert len(started) == 1
@@ -183,9 +186,9 @@ def test_every_field_is_known_to_decide_or_not():
     """A new field must be put on either side. The model's shape has a rule of its own, and `enforce_eager` and
     `load_format` speak through the sizes that are recorded and the model's `qtype`."""
     fields = set(EngineConfig.__struct_fields__)
-    assert set(compile.DECIDING_FIELDS) | NOT_DECIDING == fields
-    assert not set(compile.DECIDING_FIELDS) & NOT_DECIDING
-    assert set(compile.TEXT_FIELDS) < set(type(CONFIG.model).__struct_fields__)
+    assert set(compile_start.DECIDING_FIELDS) | NOT_DECIDING == fields
+    assert not set(compile_start.DECIDING_FIELDS) & NOT_DECIDING
+    assert set(compile_start.TEXT_FIELDS) < set(type(CONFIG.model).__struct_fields__)
 
 
 @pytest.mark.parametrize(
@@ -213,26 +216,26 @@ def test_every_field_is_known_to_decide_or_not():
 def test_the_marker_is_of_what_decides_the_variants(machine, changes, is_same):
     """Regression: it was of the whole configuration, so that --decode-log-interval started 16 workers over a full
     cache."""
-    assert (compile._key(msgspec.structs.replace(CONFIG, **changes)) == compile._key(CONFIG)) == is_same
+    assert (compile_start._key(msgspec.structs.replace(CONFIG, **changes)) == compile_start._key(CONFIG)) == is_same
 
 
 def test_the_marker_is_of_kernels_tables_and_steps(machine, tmp_path, monkeypatch):
     """Regression: a tuned table changes tiles, and the marker still said that all was compiled."""
-    names = {path.name for path in compile._deciding_files()}
+    names = {path.name for path in compile_start._deciding_files()}
     assert {"decode_attention.py", "NVIDIA_H200.json", "warm_up.py"} <= names
     folder, steps = tmp_path / "triton", tmp_path / "steps.py"
     (folder / "tables").mkdir(parents=True)
     kernel, table = folder / "kernel.py", folder / "tables" / "A_GPU.json"
     for path in (kernel, table, steps):
         path.write_text("1")
-    monkeypatch.setattr(compile.tokenspeed.kernels.triton, "__path__", [str(folder)])
-    monkeypatch.setattr(compile.warm_up, "__file__", str(steps))
-    seen = {compile._key(CONFIG)}
+    monkeypatch.setattr(compile_start.tokenspeed.kernels.triton, "__path__", [str(folder)])
+    monkeypatch.setattr(compile_start.warm_up, "__file__", str(steps))
+    seen = {compile_start._key(CONFIG)}
     for path in (kernel, table, steps):
         path.write_text("2")
-        seen.add(compile._key(CONFIG))
+        seen.add(compile_start._key(CONFIG))
     assert len(seen) == 4
-    assert compile._key(CONFIG) in seen, "nothing has changed since"
+    assert compile_start._key(CONFIG) in seen, "nothing has changed since"
 
 
 @pytest.mark.parametrize(
@@ -240,6 +243,7 @@ def test_the_marker_is_of_kernels_tables_and_steps(machine, tmp_path, monkeypatc
     [
         (DONE.replace("ERROR", "'no such kernel'"), "no such kernel"),
         ("print('out of luck'); raise SystemExit(1)", "ended with code 1: out of luck"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with code -9"),
         ("pass", "they left some"),
     ],
 )
@@ -270,7 +274,7 @@ def test_a_kernel_that_cannot_be_loaded_says_so_when_it_is_used(machine, caplog)
 def test_workers_end_with_the_engine(machine):
     started = machine("import time; time.sleep(60)")
     with pytest.raises(ZeroDivisionError), start_compile(CONFIG) as job:
-        folder = job._folder
+        folder = job._workers.folder
         raise ZeroDivisionError
     assert [worker.poll() for worker in started] == [-9]
     assert not folder.exists()
@@ -287,18 +291,112 @@ def test_workers_that_hang_are_given_up(machine, monkeypatch, caplog):
     assert all(worker.poll() is not None for worker in started)
 
 
+def test_workers_that_cannot_be_started_cost_time_only(machine, monkeypatch, caplog):
+    machine(COMPILES)
+
+    def popen(*_, **named):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(compile_start.subprocess, "Popen", popen)
+    with start_compile(CONFIG) as job:
+        assert not job.takes_orders and "no workers could be started" in job.wait()
+    assert "Resource temporarily unavailable" in caplog.text
+
+
+def test_a_folder_that_goes_costs_time_only(machine, caplog):
+    machine("import time; time.sleep(60)")
+    with start_compile(CONFIG) as job:
+        job.order(ORDERS[0])
+        shutil.rmtree(job._workers.folder)
+        assert "; 1 failed, the rest is compiled when first used" in job.wait()
+    assert "No such file" in caplog.text
+
+
+def test_workers_are_there_before_the_gpu_is_asked(machine, monkeypatch):
+    started = machine(COMPILES)
+    monkeypatch.setattr(compile.torch, "cuda", None)
+    assert start_early(msgspec.structs.replace(CONFIG, device="cpu")) is None and not started
+    early = start_early(CONFIG)
+    assert isinstance(early, Workers) and target(early.folder) is None and early.process.poll() is None
+    with pytest.raises(AttributeError):
+        start_compile(CONFIG, early)
+    assert early.process.poll() == -9 and not early.folder.exists(), "the GPU did not answer"
+
+
+def test_early_workers_are_taken_over(machine):
+    started = machine(COMPILES)
+    early = start_early(CONFIG)
+    with start_compile(CONFIG, early) as job:
+        job.order(ORDERS[0])
+        assert "1 compiled" in job.wait()
+    assert [worker.poll() for worker in started] == [0] and not early.folder.exists()
+    assert start_early(CONFIG) is None, "all is there"
+    with start_compile(CONFIG) as job:
+        assert "compiled before" in job.wait()
+    assert len(started) == 1
+
+
+def test_the_marker_is_of_the_gpu(machine, monkeypatch):
+    started = machine(COMPILES)
+    for count, name in ((1, "A GPU"), (2, "B GPU"), (2, "A GPU")):
+        monkeypatch.setattr(compile.torch.cuda, "get_device_name", lambda name=name: name)
+        with start_compile(CONFIG, start_early(CONFIG)) as job:
+            job.wait()
+        assert len(started) == count
+
+
+def test_early_workers_for_what_is_there_are_ended(machine):
+    """Two engines start at once, and the other one was quicker."""
+    machine(COMPILES)
+    early = start_early(CONFIG)
+    prepare_cache(CONFIG).marker(f"A GPU, CUDA {compile.torch.version.cuda}").touch()
+    with start_compile(CONFIG, early) as job:
+        assert "compiled before" in job.wait()
+    assert early.process.poll() is not None and not early.folder.exists()
+
+
+def test_a_kernel_is_loaded_when_its_launcher_is_there(machine):
+    """Else the engine would run the C compiler, while all others wait."""
+    machine("import time; time.sleep(60)")
+    loaded = []
+    with start_compile(CONFIG) as job:
+        folder = job._workers.folder
+        for order, launcher in zip(ORDERS, ("slow", None), strict=True):
+            job.order(order)
+            publish(folder / "done" / sorted(job._orders)[-1], Compiled(order.name, 0, 0.0, 1.0, 0.0, None, launcher))
+        assert job._take_results(folder, loaded.append) == 1 and loaded == ORDERS[1:]
+        assert job._take_results(folder, loaded.append) == 0
+        (folder / "launchers" / "slow").touch()
+        assert job._take_results(folder, loaded.append) == 1 and loaded == ORDERS[::-1]
+
+
+def test_a_launcher_that_nobody_built_is_not_waited_for(machine):
+    machine(COMPILES.replace("launcher_s=0.5", "launcher_s=0.5, launcher='lost'"))
+    loaded = []
+    with start_compile(CONFIG) as job:
+        job.order(ORDERS[0])
+        assert "1 compiled" in job.wait(loaded.append)
+    assert loaded == ORDERS[:1]
+
+
+def test_starting_workers_takes_neither_torch_nor_triton():
+    """They would not be started early."""
+    code = "import sys, tokenspeed.engine.process; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_cache_folders(machine, tmp_path, monkeypatch):
     open_folder = tmp_path / "open" / "triton"
     open_folder.mkdir(parents=True)
     open_folder.chmod(0o777)
-    monkeypatch.setattr(compile, "cache_folders", lambda: [tmp_path / "open", tmp_path / "second"])
-    assert prepare_cache() == tmp_path / "second/triton", "others may write to the first"
+    monkeypatch.setattr(compile_start, "cache_folders", lambda: [tmp_path / "open", tmp_path / "second"])
+    assert prepare_cache(CONFIG).folder == tmp_path / "second/triton", "others may write to the first"
     assert stat.S_IMODE((tmp_path / "second/triton").stat().st_mode) == 0o700
-    monkeypatch.setenv(compile.CACHE_VARIABLE, str(tmp_path / "mine"))
-    assert prepare_cache() == tmp_path / "mine"
+    monkeypatch.setenv(compile_start.CACHE_VARIABLE, str(tmp_path / "mine"))
+    assert prepare_cache(CONFIG).folder == tmp_path / "mine"
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(compile.CACHE_VARIABLE, str(tmp_path / "file" / "x"))
-    assert prepare_cache() is None
+    monkeypatch.setenv(compile_start.CACHE_VARIABLE, str(tmp_path / "file" / "x"))
+    assert prepare_cache(CONFIG) is None
     machine(COMPILES)
     with start_compile(CONFIG) as job:
         assert "no cache folder" in job.wait()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton")
 
 from tokenspeed.kernels.triton.compile_monitor import KernelOrder
-from tokenspeed.runner import compile_worker
+from tokenspeed.runner import compile_folder, compile_worker
 
 SCRIPT = Path(__file__).with_name("compile_for_nobody.py")
 
@@ -32,7 +34,7 @@ def test_what_workers_compile_is_found(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name in ("orders", "claims", "done"):
+    for name in compile_folder.FOLDERS:
         (tmp_path / name).mkdir()
     return tmp_path
 
@@ -48,15 +50,46 @@ def test_the_longest_source_comes_first_and_nobody_works_twice(folder: Path, mon
     monkeypatch.setattr(compile_worker, "load_kernel", load)
     monkeypatch.setattr(compile_worker, "HAS_LAUNCHERS", False)
     for name, place in (("short", "000010-0000"), ("long", "000900-0001"), ("bad", "000500-0002"), ("taken", "1")):
-        compile_worker.publish(folder / "orders" / place, compile_worker.encoded(KernelOrder("m", name, "{}", 1)))
+        compile_folder.publish(folder / "orders" / place, KernelOrder("m", name, "{}", 1))
     (folder / "claims" / "1").touch()
-    (folder / compile_worker.END).touch()
+    (folder / compile_folder.END).touch()
     assert compile_worker.work(folder, 3) == 1
     assert worked == ["long", "bad", "short"]
     assert compile_worker.work(folder, 4) == 0 and len(worked) == 3
-    done = [compile_worker.result(path) for path in sorted((folder / "done").iterdir())]
+    done = [compile_folder.result(path) for path in sorted((folder / "done").iterdir())]
     assert [(one.name, one.worker, one.error) for one in done] == [
         ("short", 3, None),
         ("bad", 3, "bad: ValueError: no such type"),
         ("long", 3, None),
     ]
+
+
+def test_a_launcher_is_built_once_and_missed_by_nobody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a C compiler it cannot be built; who waits for it goes on all the same."""
+    built: list[str] = []
+
+    def launcher(source: object, metadata: object) -> None:
+        built.append("one")
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(compile_worker, "load_kernel", lambda order: SimpleNamespace(src=None, metadata=None))
+    monkeypatch.setattr(compile_worker, "HAS_LAUNCHERS", True)
+    monkeypatch.setattr(compile_worker, "_launcher_name", lambda kernel: "same")
+    monkeypatch.setattr(compile_worker.nvidia, "CudaLauncher", launcher)
+    for place, name in (("1", "a"), ("2", "b")):
+        compile_folder.publish(folder / "orders" / place, KernelOrder("m", name, "{}", 1))
+    (folder / compile_folder.END).touch()
+    assert compile_worker.work(folder, 0) == 1 and built == ["one"]
+    done = [compile_folder.result(path) for path in sorted((folder / "done").iterdir())]
+    assert [(one.name, one.launcher) for one in done] == [("a", "same"), ("b", "same")]
+    assert (folder / "launchers" / "same").exists()
+
+
+def test_a_worker_waits_for_the_target_until_the_engine_has_ended(folder: Path) -> None:
+    (folder / compile_folder.END).touch()
+    assert compile_worker._target(folder) is None
+    wanted = compile_folder.Target("cuda", 90, 32)
+    compile_folder.publish(folder / compile_folder.TARGET, wanted)
+    assert compile_worker._target(folder) == wanted
+    shutil.rmtree(folder)
+    assert compile_worker._target(folder) is None

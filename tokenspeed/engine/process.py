@@ -1,20 +1,24 @@
 """The engine process: `python -m tokenspeed.engine.process DIRECTORY`, started by `launch.py` and by nobody else.
 
 Owns what belongs to the process: signals, its parent's death, the exit code. With `llm.py` the only file of this room
-that imports torch, through `runner.build`.
+that imports torch, through `runner.build`, and not before the processes are started that compile a GPU's kernels: they
+import it too, which takes 3 to 6 s, and so do both at once.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
+from collections.abc import Callable
+from functools import partial
 
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.engine.ipc import IpcEngineEnd
 from tokenspeed.engine.lifeline import read_order, tie_to_parent
 from tokenspeed.engine.run import run_engine
 from tokenspeed.observability.logs import configure_logging
-from tokenspeed.runner.build import build_runner
+from tokenspeed.runner.compile_start import Workers, start_early
 from tokenspeed.runner.interface import Runner
 
 
@@ -24,16 +28,22 @@ def main() -> int:
     order = read_order(directory)
     tie_to_parent(order.parent_pid, directory)
     configure_logging(order.log_level, "engine")
+    workers = start_early(order.config)
     try:
-        return run_engine(IpcEngineEnd(directory), order.config, _build, order.parent_pid)
+        build = partial(_build, importlib.import_module("tokenspeed.runner.build").build_runner, workers)
+        return run_engine(IpcEngineEnd(directory), order.config, build, order.parent_pid)
     finally:
+        if workers is not None:
+            workers.stop()
         gc.unfreeze()  # Triton's bindings count what is left at the exit, and complain
 
 
-def _build(config: EngineConfig) -> Runner:
+def _build(
+    build_runner: Callable[[EngineConfig, Workers | None], Runner], workers: Workers | None, config: EngineConfig
+) -> Runner:
     """The runner. What exists by then stays: the collector need not walk through torch's modules again, which stops
     every request for 0.2 s (230,000 objects, 2-core Xeon)."""
-    runner = build_runner(config)
+    runner = build_runner(config, workers)
     gc.freeze()
     return runner
 

@@ -10,15 +10,18 @@ from tokenspeed.cache.capacity import cache_profile
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.grammar.build import build_compiler
 from tokenspeed.observability.startup import startup_phase
+from tokenspeed.runner.compile_start import Workers
 from tokenspeed.runner.interface import Runner
 from tokenspeed.runner.kv_pool import check_capacity, size_groups
 from tokenspeed.runner.loaded import bind_pool, load
 from tokenspeed.runner.model_runner import Limits, ModelRunner
 
 
-def build_runner(config: EngineConfig) -> Runner:
+def build_runner(config: EngineConfig, workers: Workers | None = None) -> Runner:
     """Build, load and size; nothing is captured yet.
 
+    Args:
+        workers: to compile a GPU's kernels, started before torch was imported; None = they are started here.
     Raises:
         ConfigError: a choice that cannot run here, or a KV pool too small for one sequence.
         CheckpointError: weights that do not fit the model.
@@ -26,7 +29,7 @@ def build_runner(config: EngineConfig) -> Runner:
     if config.device == "cuda":
         from tokenspeed.runner.build_cuda import build_cuda_runner  # needs Triton
 
-        return build_cuda_runner(config)
+        return build_cuda_runner(config, workers)
     return build_cpu_runner(config)
 
 

@@ -17,6 +17,7 @@ from tokenspeed.observability.startup import count_compiles, startup_phase
 from tokenspeed.protocol.step import StepPlan
 from tokenspeed.runner.compile import start_compile
 from tokenspeed.runner.compile_list import list_kernels
+from tokenspeed.runner.compile_start import Workers
 from tokenspeed.runner.cuda_runner import CudaModelRunner, GraphPlan
 from tokenspeed.runner.kv_pool import with_pages
 from tokenspeed.runner.loaded import LoadedModel, bind_pool, load
@@ -28,9 +29,11 @@ from tokenspeed.runner.warm_up import warm_up_plans
 from tokenspeed.runner.weight_room import WeightRoom
 
 
-def build_cuda_runner(config: EngineConfig) -> CudaModelRunner:
+def build_cuda_runner(config: EngineConfig, workers: Workers | None = None) -> CudaModelRunner:
     """Build, load and size; nothing is recorded yet.
 
+    Args:
+        workers: to compile kernels, started before; they end here.
     Raises:
         ConfigError: a choice that cannot run here, or no room for the weights, a step or one sequence.
         CheckpointError: weights that do not fit the model.
@@ -41,7 +44,7 @@ def build_cuda_runner(config: EngineConfig) -> CudaModelRunner:
     grammars, grammar_report = build_compiler(config)
     errors = MemoryErrors(config)
     room = WeightRoom(config)
-    with start_compile(config) as job:
+    with start_compile(config, workers) as job:
         if job.takes_orders:
             with startup_phase("kernels.list"):
                 list_kernels(config, job.order)

@@ -19,12 +19,13 @@ from tokenspeed.config.engine import EngineConfig
 from tokenspeed.kernels.registry import Need, select_slot_ops
 from tokenspeed.kernels.triton.compile_monitor import KernelList, KernelOrder
 from tokenspeed.observability.startup import unrecorded
-from tokenspeed.runner.compile import twin
+from tokenspeed.runner.compile_start import twin
 from tokenspeed.runner.cuda_runner import CudaModelRunner, GraphPlan
 from tokenspeed.runner.kv_pool import with_pages
 from tokenspeed.runner.loaded import bind_pool, load
 from tokenspeed.runner.memory import release
 from tokenspeed.runner.model_runner import Limits
+from tokenspeed.runner.trial_steps import smallest_step
 from tokenspeed.runner.warm_up import warm_up_plans
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ def _run(config: EngineConfig) -> None:
     slot_ops, _ = select_slot_ops(Need(loaded.ops.device, loaded.ops.dtype))
     runner = CudaModelRunner(loaded, slot_ops, groups, limits, graphs)
     try:
+        # First what takes longest to compile: drawing with filters.
+        runner.execute(smallest_step(config, len(groups))).result()
         runner.capture()
     finally:
         runner.close()

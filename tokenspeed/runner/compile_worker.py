@@ -1,12 +1,8 @@
-"""Processes that fill Triton's cache: `python -m tokenspeed.runner.compile_worker FOLDER COUNT`, from `compile.py`.
+"""Processes that fill Triton's cache: `python -m tokenspeed.runner.compile_worker FOLDER COUNT PARENT`.
 
-One process imports Triton and the kernels, and forks the others, which share its memory. None of them touches the GPU.
-They take orders from a folder, the longest first, until the file END is there and none is left:
-
-    target         what to compile for
-    orders/NAME    a `KernelOrder`; NAME sorts by length of the source
-    claims/NAME    empty: somebody has it
-    done/NAME      a `Compiled`: how it went
+`compile_start` starts them. One process imports Triton and the kernels, and forks the others, which share its memory.
+None of them touches the GPU. They take orders from the folder (`compile_folder`), the longest first, until there will
+be no more.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ import os
 import pkgutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -33,51 +30,25 @@ from triton.backends.nvidia import driver as nvidia
 
 import tokenspeed.kernels.triton
 from tokenspeed.kernels.triton.compile_monitor import KernelOrder, load_kernel
+from tokenspeed.runner.compile_folder import END, POLL_S, Compiled, Target, names, publish, target
 
-POLL_S = 0.01
-END = "end"
 HAS_LAUNCHERS = hasattr(nvidia, "make_launcher")
 """Up to 3.6 Triton launches kernels through a C module for each signature, which it compiles as well."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class Compiled(msgspec.Struct, frozen=True):
-    """A finished order.
-
-    Fields:
-        name: of the kernel. error: None = it is in the cache.
-        began_s: time since the epoch. compile_s: of the kernel. launcher_s: of the C module that launches it, 0 if
-            another order had the same.
-    """
-
-    name: str
-    worker: int
-    began_s: float
-    compile_s: float
-    launcher_s: float
-    error: str | None = None
-
-
-class Target(msgspec.Struct, frozen=True):
-    """A GPU, as Triton names it."""
-
-    backend: str
-    arch: int
-    warp_size: int
-
-
 def main() -> int:
-    """Fork, compile, wait for the others."""
-    folder, count = Path(sys.argv[1]), int(sys.argv[2])
+    """Make ready, wait for the target, fork, compile, wait for the others."""
+    folder, count, parent = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the engine ends its workers
     _die_with_parent()
-    target = msgspec.json.decode((folder / "target").read_bytes(), type=Target)
-    triton.runtime.driver.set_active(_absent_gpu(GPUTarget(target.backend, target.arch, target.warp_size)))
-    for module in pkgutil.iter_modules(tokenspeed.kernels.triton.__path__, "tokenspeed.kernels.triton."):
-        with contextlib.suppress(ImportError):  # a part of Triton that this version lacks: no order will need it
-            importlib.import_module(module.name)
-    with contextlib.suppress(ImportError):
-        hash_compiler()
+    if os.getppid() != parent:
+        return 1  # it has ended already
+    _prepare()
+    compiles_for = _target(folder)
+    if compiles_for is None:
+        return 0
+    triton.runtime.driver.set_active(_absent_gpu(compiles_for))
     children = []
     for index in range(1, count):
         child = os.fork()
@@ -89,42 +60,49 @@ def main() -> int:
     return int(num_failed > 0 or any(codes))
 
 
+def _prepare() -> None:
+    """What every kernel needs, all at once: the kernels' modules with torch, Triton's hash of itself, and the C module
+    that it drives a GPU with, for the engine."""
+    tasks = [threading.Thread(target=task) for task in (hash_compiler, _build_driver)]
+    for task in tasks:
+        task.start()
+    for module in pkgutil.iter_modules(tokenspeed.kernels.triton.__path__, "tokenspeed.kernels.triton."):
+        with contextlib.suppress(ImportError):  # a part of Triton that this version lacks: no order will need it
+            importlib.import_module(module.name)
+    for task in tasks:
+        task.join()  # no thread may hold a lock when this process forks
+
+
+def _target(folder: Path) -> Target | None:
+    """As soon as the engine knows it; None when it has ended without."""
+    while (found := target(folder)) is None:
+        if (folder / END).exists() or not folder.exists():
+            return None
+        time.sleep(POLL_S)
+    return found
+
+
 def work(folder: Path, worker: int) -> int:
     """Compile orders until there will be no more; returns how many failed."""
     num_failed = 0
     for path in _orders(folder):
         order = msgspec.msgpack.decode(path.read_bytes(), type=KernelOrder)
-        began_s, compile_s, launcher_s, error = time.time(), 0.0, 0.0, None
+        began_s, compile_s, launcher_s, error, launcher = time.time(), 0.0, 0.0, None, None
         try:
             kernel = load_kernel(order)
             compile_s = time.time() - began_s
-            if HAS_LAUNCHERS and _claim(folder, _launcher_name(kernel)):
-                _build_launcher(kernel)
-                launcher_s = time.time() - began_s - compile_s
+            if HAS_LAUNCHERS:
+                launcher = _launcher_name(kernel)
+                if _claim(folder, launcher):
+                    _build_launcher(kernel, folder / "launchers" / launcher)
+                    launcher_s = time.time() - began_s - compile_s
         except Exception as failure:
             traceback.print_exc()
             error = f"{order.name}: {type(failure).__name__}: {str(failure)[:200]}"
             num_failed += 1
-        done = Compiled(order.name, worker, began_s, compile_s, launcher_s, error)
-        publish(folder / "done" / path.name, encoded(done))
+        done = Compiled(order.name, worker, began_s, compile_s, launcher_s, error, launcher)
+        publish(folder / "done" / path.name, done)
     return num_failed
-
-
-def encoded(message: KernelOrder | Compiled) -> bytes:
-    """As it lies in the folder."""
-    return msgspec.msgpack.encode(message)
-
-
-def result(path: Path) -> Compiled:
-    """What a worker has written."""
-    return msgspec.msgpack.decode(path.read_bytes(), type=Compiled)
-
-
-def publish(path: Path, content: bytes) -> None:
-    """Write a file that nobody sees half."""
-    hidden = path.parent.parent / f"{path.parent.name}-{path.name}"
-    hidden.write_bytes(content)
-    hidden.rename(path)
 
 
 def _orders(folder: Path) -> Iterator[Path]:
@@ -132,7 +110,7 @@ def _orders(folder: Path) -> Iterator[Path]:
     known: set[str] = set()
     while True:
         is_complete = (folder / END).exists()  # asked before the list is read
-        for name in sorted(set(os.listdir(folder / "orders")) - known, reverse=True):
+        for name in sorted(names(folder / "orders") - known, reverse=True):
             known.add(name)
             if _claim(folder, name):
                 yield folder / "orders" / name
@@ -165,18 +143,27 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _absent_gpu(target: GPUTarget) -> Any:
+def _absent_gpu(compiles_for: Target) -> Any:
     """As much of a driver as the compiler asks for: no CUDA context is made, which takes memory and half a second."""
+    gpu = GPUTarget(compiles_for.backend, compiles_for.arch, compiles_for.warp_size)
     return SimpleNamespace(
-        get_current_device=lambda: 0, get_current_target=lambda: target, launcher_cls=nvidia.CudaLauncher
+        get_current_device=lambda: 0, get_current_target=lambda: gpu, launcher_cls=nvidia.CudaLauncher
     )
 
 
 def hash_compiler() -> None:
     """Triton's cache keys hold a hash of its own files, some 400 MB, which it reads once a process."""
-    from triton.runtime.cache import triton_key  # not in every version; then the first kernel has it read
+    with contextlib.suppress(ImportError):  # not in every version; then the first kernel has it read
+        from triton.runtime.cache import triton_key
 
-    triton_key()
+        triton_key()
+
+
+def _build_driver() -> None:
+    """Half a second of the C compiler. It needs the GPU's library, but no GPU; where there is none, so be it."""
+    if HAS_LAUNCHERS:
+        with contextlib.suppress(Exception):
+            nvidia.CudaUtils()
 
 
 def _launcher_name(kernel: Any) -> str:
@@ -185,9 +172,13 @@ def _launcher_name(kernel: Any) -> str:
     return "launcher-" + hashlib.sha256(repr(shape).encode()).hexdigest()
 
 
-def _build_launcher(kernel: Any) -> None:
-    """What Triton otherwise does when a kernel is first loaded, 0.2 s each."""
-    nvidia.CudaLauncher(kernel.src, kernel.metadata)
+def _build_launcher(kernel: Any, built: Path) -> None:
+    """What Triton otherwise does when a kernel is first loaded, 0.2 s each. `built` appears, whether it could or not:
+    others wait for it."""
+    try:
+        nvidia.CudaLauncher(kernel.src, kernel.metadata)
+    finally:
+        built.touch()
 
 
 if __name__ == "__main__":

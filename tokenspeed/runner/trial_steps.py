@@ -62,6 +62,11 @@ def recorded_step(config: EngineConfig, num_groups: int) -> StepPlan:
     return _step([1] * max(config.capture_sizes), 1, config.page_size, num_groups, PLAIN)
 
 
+def smallest_step(config: EngineConfig, num_groups: int) -> StepPlan:
+    """A token of one request that asks for everything."""
+    return _step([1], 1, config.page_size, num_groups, EVERYTHING)
+
+
 def long_lengths(budget: int, max_num_seqs: int, longest: int) -> list[int]:
     """As few prompts as fill the budget but for a token each."""
     count = min(max_num_seqs, -(-budget // longest))
