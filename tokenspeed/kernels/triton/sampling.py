@@ -469,7 +469,7 @@ def _choose_kernel(
                     base, V, best, lowest, temperature, top_p, top_k, nothing, SCALE, SHIFT, BLOCK_ROW
                 )  # fmt: skip
                 drawn, token_id = _best_drawn(
-                    base, list_ids_ptr, V, low, lowest, temperature, seed, False, SHIFT, BLOCK_ROW
+                    base, list_ids_ptr, V, low, lowest, temperature, seed, False, SHIFT, BLOCK
                 )  # fmt: skip
             else:
                 need = tl.zeros((), dtype=tl.int64)
