@@ -211,7 +211,7 @@ class FakeClient:
                     token_ids=new,
                     logprobs=self._entries(new, sampling.logprobs),
                     num_prompt_tokens=len(request.prompt_token_ids),
-                    num_cached_tokens=2,
+                    num_cached_tokens=2 + 5 * index,  # siblings find what the first computed
                     num_output_tokens=start + len(new),
                 )
             )
