@@ -262,7 +262,8 @@ def test_strings_in_tags_are_held(form: ToolFormat, marks: CallMarks, keywords: 
     if "pattern" in keywords or "format" in keywords:
         jsonschema.validate(good[0], tools[0]["function"]["parameters"]["properties"]["s"])
     assert marks.parameters is not None
-    assert not model.takes(grammar, call(marks, "f", json.dumps({"s": f"x{marks.parameters.end}"})))
+    for stop in marks.parameters.stops:
+        assert not model.takes(grammar, call(marks, "f", json.dumps({"s": f"x{stop}"})))
 
 
 @pytest.mark.parametrize(("form", "marks"), TAGGED)
@@ -276,7 +277,8 @@ def test_no_string_inside_of_json_ends_a_parameter(form: ToolFormat, marks: Call
     grammar = model.compiled(strict_calls(tools, {"f"}, marks))
     assert model.takes(grammar, call(marks, "f", '{"l": ["/ab", "/a"]}'))
     assert marks.parameters is not None
-    assert not model.takes(grammar, call(marks, "f", json.dumps({"l": [f"/ab{marks.parameters.end}"]})))
+    for stop in marks.parameters.stops:
+        assert not model.takes(grammar, call(marks, "f", json.dumps({"l": [f"/ab{stop}"]})))
     if item.keys() & {"minLength", "maxLength"}:
         assert not model.takes(grammar, call(marks, "f", json.dumps({"l": ["a" * (61 if "maxLength" in item else 1)]})))
 

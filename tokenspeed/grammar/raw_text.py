@@ -1,7 +1,7 @@
-"""Strings that stand between two marks as they are, not as JSON: held to pattern, format and length, while the text
-that ends them cannot be in them. No torch.
+"""Strings that stand between two marks as they are, not as JSON: held to pattern, format and length, while the texts
+that end them cannot be in them. No torch.
 
-A regular expression cannot say "and nowhere this text", so one character of that text is taken out of whatever the
+A regular expression cannot say "and nowhere this text", so one character of each such text is taken out of whatever the
 expression lets through of it by a class: less than what is valid. Where the expression asks for that character itself,
 there is no way.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenspeed.grammar.format_patterns import FORMAT_PATTERNS
@@ -27,24 +27,26 @@ _STRUCTURE = frozenset("()|*+?")
 _NOT_CLASS = {"\\S": "\\s", "\\D": "\\d", "\\W": "\\w"}
 
 
-def raw_string(schema: Mapping[str, Any], end: str, line: bool) -> Form:
-    """A string of a rewritten schema, as text up to and with `end`.
+def raw_string(schema: Mapping[str, Any], stops: Sequence[str], line: bool) -> Form:
+    """A string of a rewritten schema, as text up to and with its end.
 
     Args:
+        stops: the end, and what else ends a value, so that it cannot be in one.
         line: it stands on a line of its own: one line's end in front of it and one behind it are not its own.
 
     Raises:
         GrammarError: it cannot be held.
     """
+    end = stops[0]
     if "pattern" in schema or "format" in schema:
-        return exact_string(regex_form(without(_pattern(schema), end)), end, line)
+        return exact_string(regex_form(without(_pattern(schema), stops)), end, line)
     least, most = schema.get("minLength", 0), schema.get("maxLength")
-    other = f"[^{_escaped(end[0])}]"
+    other = f"[^{''.join(dict.fromkeys(_escaped(stop[0]) for stop in stops))}]"
     if most is not None:
         return _counted(other, least, most, end, line)
     if least:
-        return exact_string(sequence(regex_form(f"{other}{{{least}}}"), any_text(end)), end, line)
-    return sequence(any_text(end), text_form(end))
+        return exact_string(sequence(regex_form(f"{other}{{{least}}}"), any_text(*stops)), end, line)
+    return sequence(any_text(*stops), text_form(end))
 
 
 def _counted(character: str, least: int, most: int, end: str, line: bool) -> Form:
@@ -74,38 +76,49 @@ def exact_string(form: Form, end: str, line: bool) -> Form:
     return sequence(text_form("\n"), form, text_form("\n" + end)) if line else sequence(form, text_form(end))
 
 
-def json_inside(schema: Any, end: str) -> Any:
-    """A rewritten schema, so that no JSON by it holds `end` in an enum or in a string with a pattern or a pointer. (Of
-    all other strings the library leaves `end` out when it is told so.)
+def json_inside(schema: Any, stops: Sequence[str]) -> Any:
+    """A rewritten schema, so that no JSON by it holds one of `stops` in an enum or in a string with a pattern or a
+    pointer. (Of all other strings the library leaves them out when it is told so.)
 
     Raises:
         GrammarError: a pattern or all of an enum asks for it.
     """
     if isinstance(schema, list):
-        return [json_inside(item, end) for item in schema]
+        return [json_inside(item, stops) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if isinstance(schema.get("enum"), list):
-        values = [value for value in schema["enum"] if end not in json.dumps(value, ensure_ascii=False)]
+        values = [value for value in schema["enum"] if holds_none(json.dumps(value, ensure_ascii=False), stops)]
         if not values:
-            raise GrammarError(f"no value of the enum can stand in front of {end!r}")
+            raise GrammarError(f"no value of the enum can stand in front of {stops[0]!r}")
         return {**schema, "enum": values}
-    done = {key: json_inside(value, end) for key, value in schema.items()}
+    done = {key: json_inside(value, stops) for key, value in schema.items()}
     if done.get("type") != "string":
         return done
     if "pattern" in done:
-        done["pattern"] = f"^(?:{without(_pattern(done), end)})$"
+        done["pattern"] = f"^(?:{without(_pattern(done), stops)})$"
     elif str(done.get("format")).endswith("json-pointer"):
-        done = {"type": "string", "pattern": f"^(?:{without(_pattern(done), end)})$"}
+        done = {"type": "string", "pattern": f"^(?:{without(_pattern(done), stops)})$"}
     return done
 
 
-def without(pattern: str, end: str) -> str:
-    """The expression, or a part of what it matches, so that `end` is nowhere in it.
+def holds_none(text: str, stops: Sequence[str]) -> bool:
+    """Whether none of these stands in `text`."""
+    return not any(stop in text for stop in stops)
+
+
+def without(pattern: str, stops: Sequence[str]) -> str:
+    """The expression, or a part of what it matches, so that none of `stops` is in it.
 
     Raises:
-        GrammarError: it asks for the characters of `end`.
+        GrammarError: it asks for the characters of one.
     """
+    for stop in stops:
+        pattern = _without(pattern, stop)
+    return pattern
+
+
+def _without(pattern: str, end: str) -> str:
     parts = [found[0] for found in _PART.finditer(pattern)]
     single = [part for part in parts if _stands_for_characters(part)]
     if any(not any(_takes(part, char) for part in single) for char in set(end)):

@@ -26,7 +26,7 @@ from tokenspeed.grammar.forms import (
     text_form,
 )
 from tokenspeed.grammar.interface import GrammarError
-from tokenspeed.grammar.raw_text import exact_string, json_inside, raw_string
+from tokenspeed.grammar.raw_text import exact_string, holds_none, json_inside, raw_string
 from tokenspeed.text.parsers.interface import ParameterMarks
 from tokenspeed.text.parsers.typed_arguments import ANY, STRING, Kind, Kinds, json_text, member_kinds
 
@@ -111,7 +111,7 @@ def _free(marks: ParameterMarks) -> Form:
     if marks.by_type is not None:
         behind = tuple(dict.fromkeys(text for texts in marks.by_type.values() for text in texts))
     begin = sequence(text_form(marks.begin[0]), regex_form(_ANY_KEY), _between(behind))
-    return sequence(_NEWLINE, repeated(sequence(begin, any_text(marks.end), text_form(marks.end), _NEWLINE)))
+    return sequence(_NEWLINE, repeated(sequence(begin, any_text(*marks.stops), text_form(marks.end), _NEWLINE)))
 
 
 def _between(texts: tuple[str, ...]) -> Form:
@@ -170,8 +170,8 @@ def _value(branches: list[Branch], kinds: Kinds, marks: ParameterMarks) -> Form:
 
 def _strings(branch: Branch, marks: ParameterMarks) -> Form:
     if branch.values is None:
-        return raw_string(branch.schema, marks.end, marks.line)
-    texts = [text for text in branch.values if text and marks.end not in text]
+        return raw_string(branch.schema, marks.stops, marks.line)
+    texts = [text for text in branch.values if text and holds_none(text, marks.stops)]
     if not texts:
         raise GrammarError(f"no string of its enum can stand in front of {marks.end!r}")
     return exact_string(either([text_form(text) for text in texts]), marks.end, marks.line)
@@ -180,10 +180,10 @@ def _strings(branch: Branch, marks: ParameterMarks) -> Form:
 def _guarded(bounded: Sequence[Kind], marks: ParameterMarks) -> Form:
     """Any string that cannot be read as one of these types."""
     first = regex_form(f"[^{SPACES}{''.join(_BEGINS[kind] for kind in bounded)}{marks.end[0]}]")
-    return exact_string(optional(sequence(first, any_text(marks.end))), marks.end, marks.line)
+    return exact_string(optional(sequence(first, any_text(*marks.stops))), marks.end, marks.line)
 
 
 def _json(branch: Branch, marks: ParameterMarks) -> Form:
-    form = json_form(json_inside(branch.schema, marks.end))
-    form["excludes"] = [marks.end]  # the closing tag in a string would end the value there
+    form = json_form(json_inside(branch.schema, marks.stops))
+    form["excludes"] = list(marks.stops)  # a tag in a string would end the value there
     return exact_string(form, marks.end, marks.line)

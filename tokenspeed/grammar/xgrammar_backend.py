@@ -270,8 +270,8 @@ def _mended(grammar: xgrammar.Grammar) -> str | None:
 
 
 def _spelled_out(tag: Any) -> Any:
-    """A structural tag in which JSON that has to leave a text out, and holds strings of limited length, is a grammar:
-    the library knows only one of the two. All its strings leave the text's first character out."""
+    """A structural tag in which JSON that has to leave texts out, and holds strings of limited length, is a grammar:
+    the library knows only one of the two. All its strings leave the first character of these texts out."""
     if isinstance(tag, list):
         return [_spelled_out(item) for item in tag]
     if not isinstance(tag, dict):
@@ -284,8 +284,9 @@ def _spelled_out(tag: Any) -> Any:
         return tag
     grammar = xgrammar.Grammar.from_json_schema(written, max_whitespace_cnt=tag.get("max_whitespace_cnt"))
     text = _mended(grammar) or str(grammar)
+    cut = "".join(dict.fromkeys(f"\\U{ord(excluded[0]):08x}" for excluded in tag["excludes"]))
     for characters in _STRING_CHARACTERS:
-        text = text.replace(characters, characters.replace("[^", f"[^{tag['excludes'][0][0]}"))
+        text = text.replace(characters, characters.replace("[^", f"[^{cut}"))
     return {"type": "grammar", "grammar": text}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import TypeVar
 
 from tokenspeed.text.parsers.json_scan import JsonScan
@@ -130,18 +130,21 @@ class Cursor:
         """Consume whitespace."""
         yield from self.run(_SPACE, drop)
 
-    def until(self, markers: Markers, sink: Sink, drop_tail: bool = False) -> Steps[str | None]:
+    def until(
+        self, markers: Markers, sink: Sink, drop_tail: bool = False, leave: Collection[str] = ()
+    ) -> Steps[str | None]:
         """Give text to `sink` up to the first marker and consume both; None when the text ends without one.
 
         Args:
             drop_tail: an end of the whole text that may be the beginning of a marker is not given.
+            leave: those of the markers that are not consumed.
         """
         while True:
             found = markers.pattern.search(self._text, self._at)
             self.work += self.held if found is None else found.end() - self._at
             if found is not None:
                 self._give(found.start(), sink)
-                self._take(found.end())
+                self._take(found.start() if found.group() in leave else found.end())
                 return found.group()
             keep = 0 if self._ended and not drop_tail else markers.held(self._text, self._at)
             self._give(len(self._text) - keep, sink)

@@ -219,6 +219,8 @@ class ParameterMarks:
     Fields:
         begin: the texts in front of its name, and between name and value (any of them).
         end: the text behind its value.
+        next_tags: other texts that end a value, where the model has forgotten `end`; so no value holds one. They begin
+            as `end` does.
         line: the value stands on a line of its own.
         by_type: the text between name and value says the value's JSON type: type -> such texts. None: the tool's schema
             alone says it.
@@ -228,10 +230,16 @@ class ParameterMarks:
 
     begin: tuple[str, tuple[str, ...]]
     end: str
+    next_tags: tuple[str, ...]
     line: bool = False
     by_type: Mapping[str, tuple[str, ...]] | None = None
     unknown: Literal["string", "any"] = "string"
     whole: tuple[str, str] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """What no value holds: `end`, then the others."""
+        return self.end, *self.next_tags
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,16 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
+class ValueEnd:
+    """What a value ends with: `own`, its closing tag, which is consumed, or where the model has forgotten that, the
+    next tag, which is not. So no value holds one of these."""
+
+    def __init__(self, own: str, *next_tags: str) -> None:
+        self.own = own
+        self.next_tags = next_tags
+        self.markers = Markers(own, *next_tags)
+
+
 class ObjectWriter:
     """Writes the open call's arguments as a JSON object, member by member."""
 
@@ -46,13 +56,14 @@ class ObjectWriter:
         self._output.arguments("}" if self._keys else "{}")
         self._output.end()
 
-    def member(self, cursor: Cursor, key: str, kinds: Kinds, end: Markers, line: bool = False) -> Steps[bool]:
-        """Read a value up to and with `end` and write it under `key`; False when the text ended inside it, or the
+    def member(self, cursor: Cursor, key: str, kinds: Kinds, end: ValueEnd, line: bool = False) -> Steps[bool]:
+        """Read a value up to and with its end and write it under `key`; False when the text ended inside it, or the
         key is there already: the call is given up then.
 
         Args:
             kinds: the types that the value may have.
-            line: the value stands on lines of its own: one newline at either end is markup.
+            line: the value stands on lines of its own: one newline at either end is markup. One in front of the next
+                tag always is.
         """
         if key in self._keys:
             self._output.abandon()
@@ -63,33 +74,37 @@ class ObjectWriter:
             yield from cursor.literal("\n")
         if kinds == STRING:
             self._output.arguments(head + '"')
-            sink = _StringBody(self._output, line)
-            found = yield from cursor.until(end, sink.add, drop_tail=True)
+            sink = _StringBody(self._output)
+            found = yield from cursor.until(end.markers, sink.add, drop_tail=True, leave=end.next_tags)
             if found is not None:
+                sink.end(keeps_newline=found == end.own and not line)
                 self._output.arguments('"')
             return found is not None
         parts: list[str] = []
-        if (yield from cursor.until(end, parts.append)) is None:
+        found = yield from cursor.until(end.markers, parts.append, leave=end.next_tags)
+        if found is None:
             return False
         text = "".join(parts)
-        self._output.arguments(head + json_text(text.removesuffix("\n") if line else text, kinds))
+        text = text if found == end.own and not line else text.removesuffix("\n")
+        self._output.arguments(head + json_text(text, kinds))
         return True
 
 
 class _StringBody:
     """Escapes a string value; holds back a newline at the end, which may be markup."""
 
-    def __init__(self, output: Output, line: bool) -> None:
+    def __init__(self, output: Output) -> None:
         self._output = output
-        self._line = line
         self._held = ""
 
     def add(self, text: str) -> None:
-        if self._line:
-            text = self._held + text
-            self._held = "\n" if text.endswith("\n") else ""
-            text = text.removesuffix("\n")
-        self._output.arguments(dumps(text)[1:-1])
+        text = self._held + text
+        self._held = "\n" if text.endswith("\n") else ""
+        self._output.arguments(dumps(text.removesuffix("\n"))[1:-1])
+
+    def end(self, keeps_newline: bool) -> None:
+        if keeps_newline:
+            self._output.arguments(dumps(self._held)[1:-1])
 
 
 def member_kinds(parameters: Mapping[str, Any] | None, key: str) -> Kinds:

@@ -21,13 +21,13 @@ from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
 from tokenspeed.text.parsers.interface import CallMarks, Delta, ParameterMarks, ParseContext
 from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, give_up, marked_arguments
 from tokenspeed.text.parsers.output import Output
-from tokenspeed.text.parsers.typed_arguments import ANY, NOT_STRING, STRING, Kind, Kinds, ObjectWriter
+from tokenspeed.text.parsers.typed_arguments import ANY, NOT_STRING, STRING, Kind, Kinds, ObjectWriter, ValueEnd
 
 _OPEN, _CLOSE, _SEP, _END = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
 _EDGES = Markers(_OPEN, _CLOSE, _END)
 _SEPARATOR = Markers(_SEP)
-_ARGUMENT_END = Markers(f"{_CLOSE}argument{_SEP}")
 _CALL_END = f"{_CLOSE}call{_SEP}"
+_ARGUMENT_END = ValueEnd(f"{_CLOSE}argument{_SEP}", f"{_OPEN}argument", _CALL_END)
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 _CHANNELS = ("think", "response", "tools")
 _CHANNEL_EDGE = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})({'|'.join(_CHANNELS)}){re.escape(_SEP)}")
@@ -44,7 +44,8 @@ CALLS = CallMarks(
     banned=tuple(_OPEN + space for space in _SPACES),
     parameters=ParameterMarks(
         (f'{_OPEN}argument key="', ()),
-        f"{_CLOSE}argument{_SEP}",
+        _ARGUMENT_END.own,
+        _ARGUMENT_END.next_tags,
         by_type={kind: tuple(f'" type="{name}"{_SEP}' for name in names) for kind, names in _TYPES.items()},
         whole=(f'{_OPEN}json type="object"{_SEP}', f"{_CLOSE}json{_SEP}"),
     ),

@@ -15,12 +15,12 @@ from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, give_up, marked_ar
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
 from tokenspeed.text.parsers.sectioned import sectioned
-from tokenspeed.text.parsers.typed_arguments import NOT_STRING, STRING, Kind, ObjectWriter
+from tokenspeed.text.parsers.typed_arguments import NOT_STRING, STRING, Kind, ObjectWriter, ValueEnd
 
 _SECTION = tuple(f"<{slash}｜DSML｜{word}>" for word in ("function_calls", "tool_calls") for slash in ("", "/"))
 _INVOKE_END = "</｜DSML｜invoke>"
 _PARAMETER = '<｜DSML｜parameter name="'
-_PARAMETER_END = Markers("</｜DSML｜parameter>")
+_PARAMETER_END = ValueEnd("</｜DSML｜parameter>", "<｜DSML｜parameter name=", _INVOKE_END)
 _TAG_END = Markers('">')
 
 
@@ -71,7 +71,8 @@ FORMAT = ToolFormat(
         section=None,
         parameters=ParameterMarks(
             (_PARAMETER, ()),
-            "</｜DSML｜parameter>",
+            _PARAMETER_END.own,
+            _PARAMETER_END.next_tags,
             by_type={kind: (f'" string="{"true" if kind == "string" else "false"}">',) for kind in get_args(Kind)},
             whole=("", ""),
         ),
@@ -92,6 +93,11 @@ EXAMPLES = (
     Example(
         '<｜DSML｜tool_calls><｜DSML｜invoke name="f">{"a": "</｜DSML｜invoke>"}</｜DSML｜invoke></｜DSML｜tool_calls>',
         calls=(("f", {"a": "</｜DSML｜invoke>"}),),
+    ),
+    Example(  # a forgotten end of a value
+        '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">b\n'
+        '<｜DSML｜parameter name="n" string="false">3</｜DSML｜invoke>',
+        calls=(("f", {"a": "b", "n": 3}),),
     ),
     Example(
         '<｜DSML｜invoke name="f">\n</｜DSML｜invoke>',

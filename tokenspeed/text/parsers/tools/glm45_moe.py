@@ -2,6 +2,7 @@
 
 Source: the chat templates on the model cards: strings stand raw in `<arg_value>`, all else as JSON. The tool's schema
 says which; a value that it does not name is JSON if it reads as such, else a string. Whitespace around tags is markup.
+Where `</arg_value>` is forgotten, a value ends with the next tag.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from tokenspeed.text.parsers.interface import CallMarks, Example, ModelTraits, P
 from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, give_up
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
-from tokenspeed.text.parsers.typed_arguments import ANY, ObjectWriter, member_kinds
+from tokenspeed.text.parsers.typed_arguments import ANY, ObjectWriter, ValueEnd, member_kinds
 
 _OPEN = Markers("<tool_call>")
 _BEHIND_NAME = Markers("<arg_key>", "</tool_call>", "<tool_call>")
 _KEY_END = Markers("</arg_key>")
-_VALUE_END = Markers("</arg_value>")
+_VALUE_END = ValueEnd("</arg_value>", "<arg_key>", "</tool_call>")
 
 
 def grammar(cursor: Cursor, output: Output) -> Steps[None]:
@@ -66,7 +67,10 @@ FORMAT = ToolFormat(
         "</tool_call>",
         separator="\n",
         parameters=ParameterMarks(
-            ("<arg_key>", ("</arg_key>\n<arg_value>", "</arg_key><arg_value>")), "</arg_value>", unknown="any"
+            ("<arg_key>", ("</arg_key>\n<arg_value>", "</arg_key><arg_value>")),
+            _VALUE_END.own,
+            _VALUE_END.next_tags,
+            unknown="any",
         ),
     ),
 )
@@ -86,6 +90,11 @@ EXAMPLES = (
         "<tool_call>f<arg_key>a</arg_key><arg_value>[1, 2]</arg_value><arg_key>b</arg_key><arg_value>two</arg_value>"
         "</tool_call><tool_call>g</tool_call>",
         calls=(("f", {"a": [1, 2], "b": "two"}), ("g", {})),
+    ),
+    Example(
+        "<tool_call>search.web-2\n<arg_key>q</arg_key>\n<arg_value>Paris\n<arg_key>n</arg_key>\n<arg_value>3\n</tool_call>",
+        calls=(("search.web-2", {"q": "Paris", "n": 3}),),
+        tools=(_SEARCH,),
     ),
     Example("<tool_call>f\n</tool_call>", "<tool_call>f\n</tool_call>", tools=(_SEARCH,)),
     Example(

@@ -44,6 +44,11 @@ EXAMPLES = (
         "<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
         calls=(("f", {"a": 1}),),
     ),
+    Example(
+        '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="a" type="string"<|sep|>b\n'
+        '<|open|>argument key="n" type="number"<|sep|>3<|close|>call<|sep|><|close|>tools<|sep|>',
+        calls=(("f", {"a": "b", "n": 3}),),
+    ),
     Example('<|open|>call tool="f"<|sep|>x', '<|open|>call tool="f"<|sep|>x', tools=(ToolSpec("f"),)),
     Example(
         '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="a" type="string"<|sep|>b',

@@ -2,7 +2,8 @@
 
 Source: the chat templates on the model cards. Values are text; the tool's schema says what they are. One newline at
 either end of a value is markup, and so is whitespace around tags. `<function=` without `<tool_call>` counts too, and
-`</tool_call>` without `</function>`: the models forget them. A parameter that the schema does not name is a string.
+`</tool_call>` without `</function>`: the models forget them. They forget `</parameter>`, too, so that a value also ends
+with the next tag. A parameter that the schema does not name is a string.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from tokenspeed.text.parsers.interface import CallMarks, Example, ModelTraits, P
 from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, give_up
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
-from tokenspeed.text.parsers.typed_arguments import STRING, ObjectWriter, member_kinds
+from tokenspeed.text.parsers.typed_arguments import STRING, ObjectWriter, ValueEnd, member_kinds
 
 _OPEN = Markers("<tool_call>", "<function=")
 _TAG_END = Markers(">")
-_VALUE_END = Markers("</parameter>")
+_VALUE_END = ValueEnd("</parameter>", "<parameter=", "</function>", "</tool_call>")
 
 
 def grammar(cursor: Cursor, output: Output) -> Steps[None]:
@@ -81,7 +82,7 @@ FORMAT = ToolFormat(
         "</function>\n</tool_call>",
         separator="\n",
         banned=("<function=",),
-        parameters=ParameterMarks(("<parameter=", (">",)), "</parameter>", line=True),
+        parameters=ParameterMarks(("<parameter=", (">",)), _VALUE_END.own, _VALUE_END.next_tags, line=True),
     ),
 )
 
@@ -133,6 +134,18 @@ EXAMPLES = (
         calls=(("f", {}), ("g", {"x": "5"})),
     ),
     Example("<tool_call><function=f><parameter=x>5</parameter></tool_call>", calls=(("f", {"x": "5"}),)),
+    # As other engines read it: a forgotten `</parameter>` does not make the next parameter a part of the value.
+    Example(
+        "<tool_call>\n<function=write-file.v1>\n<parameter=path>Paris\n<parameter=lines>\n3\n</parameter></function>",
+        calls=(("write-file.v1", {"path": "Paris", "lines": 3}),),
+        tools=(_WRITE,),
+    ),
+    Example(
+        "<tool_call>\n<function=f>\n<parameter=x>\na<b>\n<parameter=y>c\n\n</function>\n</tool_call> done",
+        "done",
+        calls=(("f", {"x": "a<b>", "y": "c\n"}),),
+    ),
+    Example("<tool_call><function=f><parameter=x>5</tool_call>", calls=(("f", {"x": "5"}),)),
     Example(
         "<tool_call>\n<function=other>\n</function>\n</tool_call>",
         "<tool_call>\n<function=other>\n</function>\n</tool_call>",
