@@ -32,6 +32,7 @@ from tokenspeed.moe.interface import Activation, ExpertWeights, MoeNeed
 from tokenspeed.protocol.errors import ConfigError
 
 SHARED_BYTES = 227 * 1024
+CLAMPED = Activation(7.0)
 PLANS = (
     ExpertPlan(3, gemv=True),
     ExpertPlan(NO_LIMIT, False, 32, GroupedTile(32, 32, 1, 2, 4), GroupedTile(64, 64, 3, 2, 4)),
@@ -77,10 +78,12 @@ def test_float32_is_not_what_was_measured() -> None:
     assert plans_of(kernels, need_of(4, torch.float32)) == heuristic_plans(SHAPE, True, SHARED_BYTES, True)
 
 
-def mxfp4_plans(kernels: TritonExpertKernels, dtype: torch.dtype = torch.bfloat16) -> tuple[ExpertPlan, ...]:
+def mxfp4_plans(
+    kernels: TritonExpertKernels, dtype: torch.dtype = torch.bfloat16, activation: Activation = CLAMPED
+) -> tuple[ExpertPlan, ...]:
     codes = [torch.zeros(4, 64, width, dtype=torch.uint8, device=DEVICE) for width in (32, 16)]
     scales = [torch.zeros(4, 64, width, dtype=torch.uint8, device=DEVICE) for width in (2, 1)]
-    need = MoeNeed("cuda", dtype, 4, 2, 64, 32, "mxfp4", False, Activation(7.0))
+    need = MoeNeed("cuda", dtype, 4, 2, 64, 32, "mxfp4", False, activation)
     return kernels.pack(ExpertWeights("mxfp4", *codes, *scales), need).plans
 
 
@@ -90,7 +93,7 @@ def test_mxfp4_goes_to_fp8_tensor_cores_where_they_are(caplog: pytest.LogCapture
         kernels = TritonExpertKernels(DEVICE, False, TABLE, SHARED_BYTES, "a GPU", None)
         assert mxfp4_plans(kernels) == MMA_ONLY
         kernels = TritonExpertKernels(DEVICE, False, None, SHARED_BYTES, "a GPU", None)
-        assert all(plan.mma or plan.widen for plan in mxfp4_plans(kernels))
+        assert all(plan.mma or plan.fp16 for plan in mxfp4_plans(kernels))
         assert not any("plain arithmetic" in record.message for record in caplog.records)
         assert any("(another test)" in record.message for record in caplog.records)
         kernels = TritonExpertKernels(DEVICE, False, TABLE, SHARED_BYTES, "a GPU", "it is too old")
@@ -111,18 +114,36 @@ def test_large_prompts_are_widened_where_that_takes_little_memory(num_experts: i
 
 
 def test_without_a_table_gpt_oss_20b_has_the_tiles_that_were_measured() -> None:
-    """`MMA_PLANS` are those of the shipped table, up to where that has more plans for widened weights. A shape that was
-    not measured is not in the table."""
+    """`MMA_PLANS` and `FP16_PLANS` are those of the shipped table. A shape that was not measured is not in it."""
     table = load_table("NVIDIA H200")
     assert table is not None
     shape = ExpertShape("mxfp4", 32, 4, 2880, 2880)
     tuned = table.find(shape)
     assert tuned is not None
-    tensor_cores = [plan for plan in tuned.plans if plan.mma is not None]
-    assert tensor_cores == [plan for plan in mma_plans(shape) if plan.mma is not None]
+    assert tuned.plans == mma_plans(shape, True)
     for entry in table.experts:
-        assert entry.shape == shape or entry.plans != heuristic_plans(entry.shape, True, SHARED_BYTES, False, True)
+        assert entry.shape == shape or entry.plans != heuristic_plans(
+            entry.shape, True, SHARED_BYTES, False, True, True
+        )
     assert table.find(replace(shape, num_experts=128)) is None
+
+
+@pytest.mark.parametrize("num_experts", [32, 128])
+def test_prompts_go_to_float16_tensor_cores_by_what_an_expert_gets(num_experts: int) -> None:
+    plans = mma_plans(ExpertShape("mxfp4", num_experts, 4, 2880, 2880), True)
+    assert [plan.fp16 is not None for plan in plans] == [False] * (len(plans) - 2) + [True] * 2
+    assert not any(plan.widen for plan in plans)
+    for pairs, block_m in ((1, 8), (16, 16), (17, 32), (64, 32), (65, 128), (1000, 128)):
+        plan = choose(plans, num_experts * pairs // 4)
+        assert plan.block_m == block_m and (plan.fp16 is not None) == (pairs > 16)
+
+
+def test_a_table_with_tiles_that_do_not_serve_a_layer_is_not_its_table() -> None:
+    """The plans of float16 tensor cores; a layer of the same shape whose activation has no limit."""
+    entry = ShapePlans(MXFP4_SHAPE, "a test", mma_plans(MXFP4_SHAPE, True))
+    kernels = TritonExpertKernels(DEVICE, False, ExpertTable("a GPU", (entry,)), SHARED_BYTES, "a GPU", None)
+    assert mxfp4_plans(kernels) == entry.plans
+    assert mxfp4_plans(kernels, activation=Activation()) == mma_plans(MXFP4_SHAPE, False)
 
 
 def test_a_table_comes_back_from_its_file() -> None:

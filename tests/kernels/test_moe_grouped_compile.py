@@ -1,7 +1,6 @@
 """The kernels of grouped experts compile for GPUs with the tiles that are in use; no GPU is needed for that.
 
-Also what was hard to get: small tiles do not spill, no product waits for the one before, and MXFP4 on FP8 tensor cores
-takes few instructions a weight.
+Also what was hard to get: small tiles do not spill, and no product waits for the one before.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
-from tokenspeed.kernels.triton import moe_align, moe_grouped, moe_mxfp4_mma, moe_widen
+from tokenspeed.kernels.triton import moe_align, moe_grouped, moe_mxfp4_fp16, moe_mxfp4_mma, moe_widen
 from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix, GroupedTile, grouped_constants
 from tokenspeed.kernels.triton.moe_mxfp4_mma import mma_constants
-from tokenspeed.kernels.triton.moe_plans import ExpertShape, heuristic_plans
+from tokenspeed.kernels.triton.moe_plans import FP16_PLANS, ExpertShape, heuristic_plans
 from tokenspeed.moe.interface import Activation
 
 CAPABILITY = int(sys.argv[1])
@@ -34,7 +33,7 @@ HOPPER = CAPABILITY >= 90
 POINTERS = {"mxfp4": ("*u8", "*i32"), "dense": ("*bf16", "*fp32"), "fp8_block": ("*fp8e4nv", "*fp32")}
 
 
-def build(kernel, constants, kinds, num_warps, source_of=ASTSource):
+def build(kernel, constants, kinds, num_warps, source_of=ASTSource, more={}):
     signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in kernel.arg_names}
     constexprs = {(kernel.arg_names.index(n),): v for n, v in constants.items()}
     attrs = {
@@ -42,7 +41,7 @@ def build(kernel, constants, kinds, num_warps, source_of=ASTSource):
         for place, n in enumerate(kernel.arg_names) if signature[n].startswith("*")
     }
     source = source_of(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    return triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options={"num_warps": num_warps})
+    return triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options={"num_warps": num_warps, **more})
 
 
 def grouped(format, rows, width, block_m, tile, is_up):
@@ -95,6 +94,27 @@ def mma(block_m, tile, activation, is_up):
     assert built.metadata.shared <= 227 * 1024
 
 
+def fp16(block_m, tile, is_up):
+    matrix = ExpertMatrix("mxfp4", None, None, 1, 5760 if is_up else 2880, 2880)
+    constants = moe_mxfp4_fp16.fp16_constants(matrix, block_m, 4, Activation(7.0, 1.702), is_up, tile)
+    constants["route_ptr" if is_up else "inverse_ptr"] = None
+    kinds = {
+        "x_ptr": "*fp16", "inverse_ptr": "*fp32", "w_ptr": "*u8", "scale_ptr": "*i32", "reference_ptr": "*i32",
+        "bias_ptr": "*bf16", "pairs_ptr": "*i32", "tiles_ptr": "*i32", "route_ptr": "*fp32",
+        "y_ptr": "*fp16" if is_up else "*bf16",
+    }
+    more = {"maxnreg": tile.max_registers}
+    built = build(moe_mxfp4_fp16.fp16_kernel, constants, kinds, tile.num_warps, GluonASTSource, more)
+    ptx = built.asm["ptx"]
+    notes = ptxas_notes(ptx)
+    assert int(re.search("([0-9]+) bytes spill stores", notes)[1]) <= (64 if block_m == 128 else 0), notes
+    assert "serialized" not in notes, notes
+    for columns in (block_m, block_m // 2, block_m // 4):
+        assert f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16" in ptx
+    # Two of the large ones, or four of the others, fit on an SM.
+    assert built.metadata.shared <= 227 * 1024 // (2 if block_m == 128 else 4) - 1024
+
+
 shared = (227 if HOPPER else 163) * 1024
 for format, places in {"mxfp4": (0, 1, 3) if HOPPER else (0,), "dense": (0, -1), "fp8_block": (-1,)}.items():
     if format == "fp8_block" and not HOPPER:
@@ -112,6 +132,9 @@ if HOPPER:
             mma(plan.block_m, plan.mma.down, clamped, False)
     for is_up in (True, False):
         mma(32, moe_mxfp4_mma.MmaTile(), swiglu, is_up)
+    for _, _, block_m, tile in FP16_PLANS:
+        for is_up in (True, False):
+            fp16(block_m, tile, is_up)
     # MXFP4 that was widened.
     grouped("dense", 2880, 2880, 128, GroupedTile(256, 64, 1, 4, 8, 8, tma=True), False)
 wide = {"N": 2880, "K": 2880, "BLOCK_N": moe_widen.BLOCK_N, "PDL": HOPPER}
@@ -135,6 +158,8 @@ if HOPPER:
     ):
         ptx = build(kernel, constants, kinds, 4).asm["ptx"]
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "cvt.rn.satfinite.e5m2x2" not in ptx
+    kinds = {"x_ptr": "*bf16", "y_ptr": "*fp16", "inverse_ptr": "*fp32"}
+    assert "st.global.v4" in build(moe_mxfp4_fp16._scale_kernel, split, kinds, 4).asm["ptx"]
 build(
     moe_grouped._combine_kernel,
     {"H": 2880, "TOP_K": 4, "SPLIT_K": 2, "BLOCK": 1024, "HAS_RESIDUAL": True, "PDL": HOPPER},

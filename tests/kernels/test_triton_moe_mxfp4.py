@@ -15,12 +15,14 @@ from expert_layers import (
     HOPPER,
     NO_MMA,
     SWIGLU,
+    dense_truth,
     error,
     ids_like,
     layer,
     matrix_and_truth,
     mxfp4_values,
     need_of,
+    summed_truth,
 )
 from kernel_device import DEVICE, KIND, ON_GPU
 
@@ -226,36 +228,6 @@ def test_only_hopper_has_these_tensor_cores() -> None:
 
 
 # ---- the products ---------------------------------------------------------------------------------------------------
-
-
-def dense_truth(
-    x: torch.Tensor, ids: torch.Tensor, up: tuple[torch.Tensor, torch.Tensor], activation: Activation
-) -> torch.Tensor:
-    """h float64 [T, k, I]."""
-    num_tokens, top_k = ids.shape
-    h = torch.zeros(num_tokens, top_k, up[1].shape[1] // 2, dtype=torch.float64, device=x.device)
-    for expert in ids.unique().tolist():
-        token, place = (ids == expert).nonzero(as_tuple=True)
-        both = x[token].double() @ up[0][expert].T + up[1][expert]
-        gate, upper = both[:, 0::2], both[:, 1::2]
-        alpha = 1.0
-        if activation.limit is not None:
-            alpha = activation.alpha
-            gate = gate.clamp(max=activation.limit)
-            upper = upper.clamp(-activation.limit, activation.limit) + 1
-        h[token, place] = gate * torch.sigmoid(alpha * gate) * upper
-    return h
-
-
-def summed_truth(
-    h: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, down: tuple[torch.Tensor, torch.Tensor]
-) -> torch.Tensor:
-    out = torch.zeros(h.shape[0], down[1].shape[1], dtype=torch.float64, device=h.device)
-    for expert in ids.unique().tolist():
-        token, place = (ids == expert).nonzero(as_tuple=True)
-        y = h[token, place] @ down[0][expert].T + down[1][expert]
-        out.index_add_(0, token, weights[token, place].double()[:, None] * y)
-    return out
 
 
 SHAPES = [(6, 3, 96, 64), (5, 2, 160, 224), (3, 3, 32, 32), (8, 4, 288, 1024), (32, 4, 2880, 2880)]

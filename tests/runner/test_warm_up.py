@@ -122,5 +122,6 @@ def test_every_plan_of_the_expert_kernels_is_met():
     ]
     counts = {plan.num_tokens for plan in warm_up_plans(256, 8192, 8192, PAGE, has_experts=True)}
     chosen = [heuristic_plans(shape, shape.format != "fp8_block", 227 * 1024, False) for shape in shapes]
+    chosen += [heuristic_plans(shape, False, 227 * 1024, False, True, True) for shape in shapes[:2]]
     for plans in chosen + shipped_plans():
         assert {choose(plans, count) for count in counts} == set(plans)

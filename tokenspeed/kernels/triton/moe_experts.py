@@ -1,9 +1,10 @@
 """The op `experts` by our Triton kernels: packs a layer's weights once, then chooses kernels by the number of tokens.
 
 A few tokens of dense experts go through `moe_gemv`, all others through `moe_align` and `moe_grouped`; MXFP4 on Hopper
-through `moe_mxfp4_mma`, in large prompts by way of `moe_widen`. `moe_plans` says which and with what tiles. Scratch
-comes from torch's allocator in each call, which a recorded graph keeps for itself; but widened weights have a buffer
-that all layers share, which the first such call makes: the sizing run at the start.
+through `moe_mxfp4_mma`, prompts through `moe_mxfp4_fp16` or, where that does not serve a layer, by way of `moe_widen`.
+`moe_plans` says which and with what tiles. Scratch comes from torch's allocator in each call, which a recorded graph
+keeps for itself; but widened weights have a buffer that all layers share, which the first such call makes: the sizing
+run at the start.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from tokenspeed.kernels.triton.moe_align import group_pairs
 from tokenspeed.kernels.triton.moe_gemv import DenseExperts, Workspace, gemv_down, gemv_gate_up, make_workspace
 from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix, combine, expert_matrix, grouped_down, grouped_gate_up
 from tokenspeed.kernels.triton.moe_mxfp4 import BLOCK, pack_mxfp4
+from tokenspeed.kernels.triton.moe_mxfp4_fp16 import fp16_down, fp16_gate_up, half_rows, why_no_fp16
 from tokenspeed.kernels.triton.moe_mxfp4_mma import group_and_split, mma_down, mma_gate_up, why_no_mma
 from tokenspeed.kernels.triton.moe_plans import (
     NO_LIMIT,
     ExpertPlan,
     ExpertShape,
     ExpertTable,
+    Fp16Tiles,
     MmaTiles,
     choose,
     heuristic_plans,
@@ -77,6 +80,10 @@ class TritonExperts:
         if plan.mma is not None:
             return run_mma(
                 x, routing, self.gate_up, self.down, self._num_experts, self._activation, plan, plan.mma, residual
+            )  # fmt: skip
+        if plan.fp16 is not None:
+            return run_fp16(
+                x, routing, self.gate_up, self.down, self._num_experts, self._activation, plan, plan.fp16, residual
             )  # fmt: skip
         scratch = None
         if plan.widen:
@@ -147,6 +154,26 @@ def run_mma(
     return combine(parts, num_tokens, top_k, residual, x.dtype)
 
 
+def run_fp16(
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
+    num_experts: int,
+    activation: Activation,
+    plan: ExpertPlan,
+    tiles: Fp16Tiles,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """The steps of `moe_mxfp4_fp16` for T >= 1 tokens; see `Experts.__call__`."""
+    num_tokens, top_k = routing.expert_ids.shape
+    grouping = group_pairs(routing.expert_ids, num_experts, plan.block_m)
+    h = fp16_gate_up(half_rows(x), gate_up, grouping, top_k, activation, tiles.gate_up)
+    kind = torch.float32 if plan.wide_parts else x.dtype
+    parts = fp16_down(h, down, grouping, routing.weights, activation, kind, tiles.down)
+    return combine(parts, num_tokens, top_k, residual, x.dtype)
+
+
 class TritonExpertKernels:
     """`kernels.ops.ExpertKernels`.
 
@@ -164,7 +191,7 @@ class TritonExpertKernels:
         self._hopper, self._table, self._shared_bytes, self._gpu = hopper, table, shared_bytes, gpu
         self._no_mma = no_mma
         self._workspace, self._scratch = make_workspace(device), WideScratch()
-        self._told: set[ExpertShape] = set()
+        self._told: set[tuple[ExpertShape, str | None]] = set()
 
     def why_not(self, need: MoeNeed) -> str | None:
         """See `ExpertKernels.why_not`."""
@@ -200,19 +227,24 @@ class TritonExpertKernels:
             gemv = None
             if weights.format == "dense":
                 gemv = DenseExperts(up_weight, low_weight, weights.gate_up_bias, weights.down_bias)
-        plans = self._plans(need, gemv is not None)
+        plans = self._plans(need, gemv is not None, why_no_fp16(need.activation, gate_up, down))
         return TritonExperts(gate_up, down, gemv, self._workspace, self._scratch, need, plans, self._hopper)
 
-    def _plans(self, need: MoeNeed, has_gemv: bool) -> tuple[ExpertPlan, ...]:
+    def _plans(self, need: MoeNeed, has_gemv: bool, no_fp16: str | None) -> tuple[ExpertPlan, ...]:
         shape = ExpertShape.of(need)
         no_mma = self.why_no_mma(need)
+        no_fp16 = no_mma or no_fp16
         tuned = None if self._table is None or need.dtype not in HALF else self._table.find(shape)
-        if tuned is not None and no_mma is not None and any(plan.mma for plan in tuned.plans):
+        if tuned is not None and any((plan.mma and no_mma) or (plan.fp16 and no_fp16) for plan in tuned.plans):
             tuned = None
-        is_new = shape not in self._told
-        self._told.add(shape)
-        if is_new and need.format == "mxfp4" and no_mma is not None:
-            logger.info("expert kernels: MXFP4 by plain arithmetic, not on FP8 tensor cores: %s", no_mma)
+        key = shape, no_fp16
+        is_new = key not in self._told
+        self._told.add(key)
+        if is_new and need.format == "mxfp4" and no_fp16 is not None:
+            if no_mma is not None:
+                logger.info("expert kernels: MXFP4 by plain arithmetic, not on FP8 tensor cores: %s", no_mma)
+            else:
+                logger.info("expert kernels: MXFP4 in prompts not on float16 tensor cores: %s", no_fp16)
         if tuned is not None:
             if is_new:
                 logger.info("expert kernels: tiles measured on %s (%s)", self._gpu, tuned.measured)
@@ -223,7 +255,9 @@ class TritonExpertKernels:
                 "(`tokenspeed bench kernels --tune` measures)",
                 self._gpu, shape.num_experts, shape.format, shape.hidden_size, shape.intermediate_size, shape.top_k,
             )  # fmt: skip
-        return heuristic_plans(shape, has_gemv, self._shared_bytes, need.dtype == torch.float32, no_mma is None)
+        return heuristic_plans(
+            shape, has_gemv, self._shared_bytes, need.dtype == torch.float32, no_mma is None, no_fp16 is None
+        )
 
     def why_no_mma(self, need: MoeNeed) -> str | None:
         """None where `moe_mxfp4_mma` serves these experts here, otherwise the reason."""

@@ -293,7 +293,8 @@ class GroupedTile:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrix:
-    """One matrix [N, K] of E experts; form and scales as in `moe.interface.ExpertWeights`, MXFP4 as in `moe_mxfp4`."""
+    """One matrix [N, K] of E experts; form and scales as in `moe.interface.ExpertWeights`, MXFP4 as in `moe_mxfp4`
+    (`reference`: its `references`)."""
 
     format: ExpertFormat
     weight: torch.Tensor
@@ -301,6 +302,7 @@ class ExpertMatrix:
     bias: torch.Tensor | None
     num_rows: int
     width: int
+    reference: torch.Tensor | None = None
 
 
 def expert_matrix(
@@ -309,7 +311,7 @@ def expert_matrix(
     """Put one together; `weight` contiguous."""
     if isinstance(weight, Mxfp4Weight):
         num_rows = weight.scales.shape[2]
-        return ExpertMatrix(format, weight.codes, weight.scales, bias, num_rows, weight.width)
+        return ExpertMatrix(format, weight.codes, weight.scales, bias, num_rows, weight.width, weight.references)
     return ExpertMatrix(format, weight, scale, bias, weight.shape[1], weight.shape[2])
 
 

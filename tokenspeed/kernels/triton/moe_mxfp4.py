@@ -15,7 +15,11 @@ value times 2^-6, sign, exponent and mantissa at the bits where e4m3 has them:
     scales  int32 [E, ceil(K / 128), N]: a byte for each of four blocks of 32 columns, the lowest first: scale + 6, the
             exponent of a float32, in which the 2^6 of the codes is included
 
-A scale s stands for 2^(s - 127); s up to 248 have an exponent. Where 64 does not divide K, zeros fill the last bytes.
+A scale s stands for 2^(s - 127); s up to 248 have an exponent. Where 64 does not divide K, zeros fill the last codes;
+the last block's scale stands for those that are missing. A block of zeros may get another scale than it had.
+
+    references  int32 [E, N]: 30 below the largest byte of a row's scales. A byte less its row's reference, 1 to 30, is
+                the exponent of a float16 in which the scale itself would have none (`moe_mxfp4_fp16`)
 """
 
 from __future__ import annotations
@@ -33,16 +37,22 @@ BLOCK = 32
 MAX_SCALE = 248
 ROWS, COLUMNS, FRAGMENT_BYTES = 16, 64, 512
 CODE_EXPONENT = 6
+HALF_EXPONENT = 30
+"""The largest of float16."""
+MIN_REFERENCE = -14
+"""Below, 2^(reference - 112), by which a row is multiplied in the end, would be subnormal."""
 PACK_VALUES = 2**26
 """Values that are rearranged at once: the temporary memory is about 6 bytes for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Weight:
-    """One matrix [N, K = `width`] of E experts; see the module."""
+    """One matrix [N, K = `width`] of E experts; see the module. `references`: None where a row's scales are further
+    apart than 29 binades."""
 
     codes: torch.Tensor
     scales: torch.Tensor
+    references: torch.Tensor | None
     width: int
 
 
@@ -67,9 +77,16 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, what: str) -> Mxfp4Wei
         part = codes[start : start + at_once]
         part = functional.pad(part, (0, groups * COLUMNS // 2 - half_width))
         packed[start : start + at_once] = _fragments(part)
-    biased = functional.pad(scales + CODE_EXPONENT, (0, -scales.shape[2] % 4))
-    words = biased.contiguous().view(torch.int32).transpose(1, 2).contiguous()
-    return Mxfp4Weight(packed, words, width)
+    biased = scales + CODE_EXPONENT
+    missing = biased[:, :, -1:].expand(-1, -1, -scales.shape[2] % 4)
+    words = torch.cat((biased, missing), dim=2).view(torch.int32).transpose(1, 2).contiguous()
+    return Mxfp4Weight(packed, words, _references(biased), width)
+
+
+def _references(biased: torch.Tensor) -> torch.Tensor | None:
+    """Of bytes uint8 [E, N, K / 32]."""
+    references = (biased.amax(dim=2).to(torch.int32) - HALF_EXPONENT).clamp(min=MIN_REFERENCE)
+    return references if bool((biased.amin(dim=2) > references).all()) else None
 
 
 def _fragments(codes: torch.Tensor) -> torch.Tensor:
@@ -86,16 +103,21 @@ def _fragments(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _checked_scales(codes: torch.Tensor, scales: torch.Tensor, what: str) -> torch.Tensor:
-    largest = int(scales.max()) if scales.numel() else 0
-    if largest <= MAX_SCALE:
+    """`scales`, or others for blocks of zeros, where those are too large or far from the rest of their row."""
+    if not scales.numel():
+        return scales
+    largest, smallest = scales.amax(dim=2, keepdim=True), scales.amin(dim=2, keepdim=True)
+    if not bool(((largest > MAX_SCALE) | (largest - smallest >= HALF_EXPONENT)).any()):
         return scales
     is_zero = ((codes & 0x77).view(*scales.shape, BLOCK // 2) == 0).all(dim=-1)
-    if bool(((scales > MAX_SCALE) & ~is_zero).any()):
+    largest = scales.masked_fill(is_zero, 0).amax(dim=2, keepdim=True)
+    highest = int(largest.max())
+    if highest > MAX_SCALE:
         raise CheckpointError(
-            f"{what}: an MXFP4 scale of {largest} (2^{largest - 127}); the kernels of a GPU are exact up to "
+            f"{what}: an MXFP4 scale of {highest} (2^{highest - 127}); the kernels of a GPU are exact up to "
             f"{MAX_SCALE} (2^{MAX_SCALE - 127}); serve it with --device cpu"
         )
-    return torch.where(is_zero, torch.zeros_like(scales), scales)
+    return torch.where(is_zero, largest, scales)
 
 
 @triton.jit

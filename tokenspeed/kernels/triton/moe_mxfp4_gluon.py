@@ -19,10 +19,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed.kernels.triton.moe_mxfp4 import low_bits
 
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+copy_ahead = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _low_bits = gluon.jit(low_bits.fn)
-_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 @gluon.jit
@@ -84,16 +84,16 @@ def _fill_weights(
     w_s, s_s, slot, w_at, s_at, step, w_left, s_chunk, N: gl.constexpr, K: gl.constexpr, CHUNKS: gl.constexpr
 ):  # fmt: skip
     """Start the copies of a step's weights. Nothing is read past the end, and what lies there becomes zeros."""
-    _copy(w_s.index(slot), w_at + step * (CHUNKS * 1024), mask=w_left > step * (2 * CHUNKS))
-    _copy(s_s.index(slot), s_at + gl.minimum(step * CHUNKS + s_chunk, (K + 127) // 128 - 1) * N)
+    copy_ahead(w_s.index(slot), w_at + step * (CHUNKS * 1024), mask=w_left > step * (2 * CHUNKS))
+    copy_ahead(s_s.index(slot), s_at + gl.minimum(step * CHUNKS + s_chunk, (K + 127) // 128 - 1) * N)
 
 
 @gluon.jit
 def _fill_rows(high_s, low_s, slot, high_at, low_at, step, x_left, x_live, CHUNKS: gl.constexpr):
     """The same of its columns of x; then the step's copies are complete."""
     x_mask = x_live & (x_left > step * (8 * CHUNKS))
-    _copy(high_s.index(slot), high_at + step * (CHUNKS * 128), mask=x_mask)
-    _copy(low_s.index(slot), low_at + step * (CHUNKS * 128), mask=x_mask)
+    copy_ahead(high_s.index(slot), high_at + step * (CHUNKS * 128), mask=x_mask)
+    copy_ahead(low_s.index(slot), low_at + step * (CHUNKS * 128), mask=x_mask)
     async_copy.commit_group()
 
 
@@ -116,14 +116,14 @@ def _use(
     flat2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     flat1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     zero = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, mma)
-    w = _view(w_s.index(slot), gl.int8, [2 * CHUNKS, BLOCK_N // 16, 512], flat2)
-    s = _view(s_s.index(slot), gl.int32, [CHUNKS, BLOCK_N], flat1)
-    high_all = _view(high_s.index(slot), gl.float8e4nv, [CHUNKS, BLOCK_M, 128], x_shared)
-    low_all = _view(low_s.index(slot), gl.float8e5, [CHUNKS, BLOCK_M, 128], x_shared)
+    w = view(w_s.index(slot), gl.int8, [2 * CHUNKS, BLOCK_N // 16, 512], flat2)
+    s = view(s_s.index(slot), gl.int32, [CHUNKS, BLOCK_N], flat1)
+    high_all = view(high_s.index(slot), gl.float8e4nv, [CHUNKS, BLOCK_M, 128], x_shared)
+    low_all = view(low_s.index(slot), gl.float8e5, [CHUNKS, BLOCK_M, 128], x_shared)
     for c in gl.static_range(CHUNKS):
-        codes0 = _view(w.index(c * 2), gl.int8, [BLOCK_N, 32], code_layout(BLOCK_N)).load(a_layout)
-        codes1 = _view(w.index(c * 2 + 1), gl.int8, [BLOCK_N, 32], code_layout(BLOCK_N)).load(a_layout)
-        word = _view(s.index(c), gl.int32, [BLOCK_N], row_layout(BLOCK_N)).load(row_l)
+        codes0 = view(w.index(c * 2), gl.int8, [BLOCK_N, 32], code_layout(BLOCK_N)).load(a_layout)
+        codes1 = view(w.index(c * 2 + 1), gl.int8, [BLOCK_N, 32], code_layout(BLOCK_N)).load(a_layout)
+        word = view(s.index(c), gl.int32, [BLOCK_N], row_layout(BLOCK_N)).load(row_l)
         high = high_all.index(c)
         low = low_all.index(c)
         a0, a1 = _two(codes0)
@@ -282,7 +282,7 @@ def product_kernel(
         for outer in range(0, STEPS // STAGES):
             for i in gl.static_range(STAGES):
                 async_copy.wait_group(STAGES - 2)
-                _barrier()
+                barrier()
                 step = start + outer * STAGES + i + STAGES - 1
                 _fill_weights(
                     w_s, s_s, (i + STAGES - 1) % STAGES, w_at, s_at, step, w_left, s_chunk, N, K, CHUNKS
@@ -291,7 +291,7 @@ def product_kernel(
                 acc = _use(acc, w_s, s_s, high_s, low_s, i, BLOCK_N, BLOCK_M, CHUNKS, AT_ONCE, mma, x_shared)
         for i in gl.static_range(STEPS % STAGES):
             async_copy.wait_group(STAGES - 2)
-            _barrier()
+            barrier()
             async_copy.commit_group()
             acc = _use(acc, w_s, s_s, high_s, low_s, i, BLOCK_N, BLOCK_M, CHUNKS, AT_ONCE, mma, x_shared)
     else:
@@ -299,7 +299,7 @@ def product_kernel(
         fill = STAGES - 1
         for step in range(STEPS):
             async_copy.wait_group(STAGES - 2)
-            _barrier()
+            barrier()
             ahead = start + step + STAGES - 1
             _fill_weights(w_s, s_s, fill, w_at, s_at, ahead, w_left, s_chunk, N, K, CHUNKS)
             _fill_rows(high_s, low_s, fill, high_at, low_at, ahead, x_left, x_live, CHUNKS)

@@ -12,6 +12,7 @@ from importlib import resources
 import msgspec
 
 from tokenspeed.kernels.triton.moe_grouped import GroupedTile
+from tokenspeed.kernels.triton.moe_mxfp4_fp16 import Fp16Tile
 from tokenspeed.kernels.triton.moe_mxfp4_mma import MmaTile
 from tokenspeed.moe.interface import ExpertFormat, MoeNeed
 from tokenspeed.protocol.errors import ConfigError
@@ -46,12 +47,21 @@ class MmaTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class Fp16Tiles:
+    """Of `moe_mxfp4_fp16`, one for each matrix."""
+
+    gate_up: Fp16Tile
+    down: Fp16Tile
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertPlan:
     """Up to `max_tokens`: the kernels of `moe_gemv`, or pairs in tiles of `block_m` with a tile for each matrix.
 
     wide_parts: what experts give is kept in float32 until it is summed, not in the model's dtype.
     widen: MXFP4 matrices are widened first, by `moe_widen`, and the tiles are for dense ones.
     mma: the kernels of `moe_mxfp4_mma` with these tiles, in place of `gate_up` and `down`.
+    fp16: likewise of `moe_mxfp4_fp16`.
     """
 
     max_tokens: int
@@ -62,6 +72,7 @@ class ExpertPlan:
     wide_parts: bool = True
     widen: bool = False
     mma: MmaTiles | None = None
+    fp16: Fp16Tiles | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,22 +141,46 @@ MMA_PLANS = (
     (512, 64.0, 32, MmaTiles(WIDE_TILE, WIDE_TILE)),
 )
 """The fastest of a sweep for gpt-oss-20b on an H200 (32 experts, top 4, 2880 x 2880; docs/log.md), at 1, 2, 4, 8, 16,
-32, 64 and 256 tokens, each to the geometric middle. `LARGE_TILES` were at 1024. For that shape `mma_plans` gives what
-the table of an H200 has, so that whoever measures anew changes both; a test holds them together."""
+32, 64 and 256 tokens, each to the geometric middle. `LARGE_TILES` were at 1024."""
+FP16_PAIRS = 16
+"""An expert gets, above which `moe_mxfp4_fp16` is taken to be faster. Measured for gpt-oss-20b: with 32, at 256 tokens,
+it is, by a tenth; with 8, at 64 tokens, it is slower by a sixth."""
+FP16_PLANS = (
+    # Tokens, pairs an expert gets on average, pairs a tile, tile of both matrices.
+    (512, 64.0, 32, Fp16Tile(128, 4, 4, 1, False, 8)),
+    (NO_LIMIT, 0.0, 128, Fp16Tile(128, 5, 8, 4, True, 32, 128)),
+)
+"""The fastest of a sweep as above at 256 tokens, and at 1024, 2048 and 8000, but for 1 percent: 4 programs fewer to
+compile. For that shape `mma_plans` gives what the table of an H200 has, so that whoever measures anew changes both; a
+test holds them together."""
 MMA_PAIRS = 256
 """An expert gets, up to which `moe_mxfp4_mma` is taken to be faster than widening first: 2048 tokens of gpt-oss-20b."""
 WIDEN_BYTES = 2**31
 """Scratch that widening may take without a table: 1.06 GB for gpt-oss-20b, not 4.25 GB for gpt-oss-120b."""
 
 
-def mma_plans(shape: ExpertShape) -> tuple[ExpertPlan, ...]:
-    """Plans of `moe_mxfp4_mma` for a shape without a table: a few tokens by their number, because each has experts of
-    its own; more by what an expert gets of them."""
+def mma_plans(shape: ExpertShape, has_fp16: bool) -> tuple[ExpertPlan, ...]:
+    """Plans of `moe_mxfp4_mma` and `moe_mxfp4_fp16` for a shape without a table: a few tokens by their number, because
+    each has experts of its own; more by what an expert gets of them.
+
+    Args:
+        has_fp16: the latter serves these experts.
+    """
     plans: list[ExpertPlan] = []
-    for tokens, pairs, block_m, tiles in MMA_PLANS:
+
+    def add(tokens: int, pairs: float, plan: ExpertPlan) -> None:
         limit = max(tokens, int(pairs * shape.num_experts / shape.top_k))
         if not plans or limit > plans[-1].max_tokens:
-            plans.append(ExpertPlan(limit, block_m=block_m, mma=tiles))
+            plans.append(replace(plan, max_tokens=limit))
+
+    for tokens, pairs, block_m, tiles in MMA_PLANS:
+        if pairs <= FP16_PAIRS or not has_fp16:
+            add(tokens, pairs, ExpertPlan(tokens, block_m=block_m, mma=tiles))
+    if has_fp16:
+        for tokens, pairs, block_m, half in FP16_PLANS:
+            plan = ExpertPlan(tokens, block_m=block_m, wide_parts=False, fp16=Fp16Tiles(half, half))
+            add(tokens, pairs, plan)
+        return tuple(plans)
     large = ExpertPlan(NO_LIMIT, block_m=64, wide_parts=False, mma=LARGE_TILES)
     limit = MMA_PAIRS * shape.num_experts // shape.top_k
     wide_bytes = shape.num_experts * 2 * shape.intermediate_size * shape.hidden_size * 2
@@ -156,7 +191,12 @@ def mma_plans(shape: ExpertShape) -> tuple[ExpertPlan, ...]:
 
 
 def heuristic_plans(
-    shape: ExpertShape, has_gemv: bool, shared_bytes: int, is_float32: bool, has_mma: bool = False
+    shape: ExpertShape,
+    has_gemv: bool,
+    shared_bytes: int,
+    is_float32: bool,
+    has_mma: bool = False,
+    has_fp16: bool = False,
 ) -> tuple[ExpertPlan, ...]:
     """Plans for a shape without a table. Not measured: tiles of pairs about twice what an expert gets on average, so
     that most experts take one tile; large tiles where the GPU has Hopper's shared memory for them.
@@ -165,9 +205,10 @@ def heuristic_plans(
         shared_bytes: that one program may have.
         is_float32: activations (and dense weights) take 4 bytes.
         has_mma: `moe_mxfp4_mma` serves these experts.
+        has_fp16: `moe_mxfp4_fp16` does too.
     """
     if has_mma:
-        return mma_plans(shape)
+        return mma_plans(shape, has_fp16)
     gemv_tokens = MAX_GEMV_TOKENS if has_gemv else 0
     plans = [ExpertPlan(gemv_tokens, gemv=True)] if gemv_tokens else []
     if is_float32:
