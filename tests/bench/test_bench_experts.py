@@ -88,7 +88,8 @@ def test_tuning_needs_experts_and_a_gpu(tmp_path: Path) -> None:
 
 def test_plans_reach_to_the_middle() -> None:
     pytest.importorskip("triton")
-    from tokenspeed.bench.expert_tune import _spread, block_ms, tile_candidates
+    from tokenspeed.bench.expert_tiles import block_ms, tile_candidates
+    from tokenspeed.bench.expert_tune import _spread
     from tokenspeed.kernels.triton.moe_plans import NO_LIMIT, ExpertPlan, ExpertShape
 
     spread = list(_spread([ExpertPlan(1, gemv=True), ExpertPlan(4), ExpertPlan(64)]))

@@ -13,13 +13,17 @@ import torch
 pytest.importorskip("triton")
 
 from tokenspeed.bench import expert_tune
-from tokenspeed.bench.expert_tune import ExpertTuner, tune_to_file
+from tokenspeed.bench.expert_tiles import block_ms, tiles_to_try, ways
+from tokenspeed.bench.expert_tune import ExpertTuner, _half_hidden, _plan, tune_to_file
 from tokenspeed.kernels.registry import Implementation, Need
-from tokenspeed.kernels.triton import moe_experts, moe_grouped
+from tokenspeed.kernels.triton import moe_experts, moe_grouped, moe_mxfp4_fp16
 from tokenspeed.kernels.triton.moe_align import group_pairs
 from tokenspeed.kernels.triton.moe_experts import TritonExpertKernels
 from tokenspeed.kernels.triton.moe_grouped import GroupedTile
+from tokenspeed.kernels.triton.moe_mxfp4_fp16 import Fp16Tile, half_scale, in_order
+from tokenspeed.kernels.triton.moe_mxfp4_mma import MmaTile
 from tokenspeed.kernels.triton.moe_plans import (
+    FP16_PLANS,
     NO_LIMIT,
     ExpertPlan,
     ExpertShape,
@@ -63,7 +67,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, "grouped_gate_up", gate_up)
         monkeypatch.setattr(module, "grouped_down", down)
     monkeypatch.setattr(expert_tune, "group_pairs", lambda ids, experts, m: group_pairs(ids, experts, m, False))
-    monkeypatch.setattr(expert_tune, "tile_candidates", lambda *_: iter((WRONG, SLOW, GOOD, BROKEN)))
+    monkeypatch.setattr(expert_tune, "tiles_to_try", lambda *_: iter((WRONG, SLOW, GOOD, BROKEN)))
     monkeypatch.setattr(expert_tune, "compile_all", lambda *_: 4)  # in processes of their own
     monkeypatch.setattr(ExpertTuner, "_graph_us", time_us)
     made = TritonExpertKernels(DEVICE, False, None, 2**16, "a GPU", "not here")
@@ -115,3 +119,30 @@ def test_a_limit_that_is_too_short_writes_nothing(said: list[str], tmp_path: Pat
     with pytest.raises(ConfigError, match=r"no tile of the expert kernels could be measured.*longer --time-limit"):
         tune_to_file(NEED, (1,), 1e-9, str(file), WHERE)
     assert "1 tokens: not reached in time" in said and not file.exists()
+
+
+def test_prompts_of_mxfp4_experts_are_tried_on_float16_tensor_cores_too() -> None:
+    """What serves without a table is among the candidates, or the tuner could only make things worse."""
+    need = MoeNeed("cuda", torch.bfloat16, 32, 4, 2880, 2880, "mxfp4", True, Activation(7.0, 1.702))
+    found: dict[int, list[Fp16Tile]] = {}
+    for count in (1, 64, 256, 512, 1024, 8000):
+        for block_m in block_ms(ExpertShape.of(need), count):
+            for fp16 in ways(need, block_m):
+                tiles = list(tiles_to_try(need, count, block_m, True, fp16))
+                assert tiles and all(isinstance(tile, Fp16Tile if fp16 else MmaTile) for tile in tiles)
+                plan = _plan(count, block_m, tiles[0], tiles[-1], False)
+                assert (plan.fp16 is not None, plan.mma is not None) == (fp16, not fp16)
+                if fp16:
+                    found[block_m] = [tile for tile in tiles if isinstance(tile, Fp16Tile)]
+    assert all(tile in found[block_m] for _, _, block_m, tile in FP16_PLANS)
+    no_limit = MoeNeed("cuda", torch.bfloat16, 32, 4, 2880, 2880, "mxfp4", True, Activation())
+    assert ways(no_limit, 128) == (False,) and ways(need, 16) == (False,)
+
+
+def test_h_for_float16_tensor_cores_is_h(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_tune, "half_rows", lambda h: moe_mxfp4_fp16.half_rows(h, False))
+    activation = Activation(7.0, 1.702)
+    h = torch.randn(5, 96, device=DEVICE).bfloat16().float()
+    half = _half_hidden(h, activation)
+    assert half.dtype == torch.float16 and not torch.equal(half.float(), h * half_scale(activation))
+    assert torch.equal(in_order(half).float() / half_scale(activation), h)

@@ -22,6 +22,7 @@ import torch
 import triton
 
 from tokenspeed.bench.expert_inputs import random_routing
+from tokenspeed.bench.expert_tiles import AnyTile, block_ms, tiles_to_try, ways
 from tokenspeed.bench.expert_truth import ExpertLayer, make_layers
 from tokenspeed.kernels.registry import Need
 from tokenspeed.kernels.triton import moe_experts
@@ -33,6 +34,16 @@ from tokenspeed.kernels.triton.moe_grouped import (
     grouped_down,
     grouped_gate_up,
     warm_up_grouped,
+)
+from tokenspeed.kernels.triton.moe_mxfp4_fp16 import (
+    Fp16Tile,
+    HalfRows,
+    fp16_down,
+    fp16_gate_up,
+    half_rows,
+    half_scale,
+    in_order,
+    warm_up_fp16,
 )
 from tokenspeed.kernels.triton.moe_mxfp4_mma import (
     HIGH,
@@ -50,13 +61,13 @@ from tokenspeed.kernels.triton.moe_plans import (
     ExpertPlan,
     ExpertShape,
     ExpertTable,
+    Fp16Tiles,
     MmaTiles,
     ShapePlans,
     read_table,
     table_name,
 )
-from tokenspeed.kernels.triton.moe_widen import num_values, widen
-from tokenspeed.moe.interface import Activation, ExpertFormat, MoeNeed, Routing
+from tokenspeed.moe.interface import Activation, MoeNeed, Routing
 from tokenspeed.protocol.errors import ConfigError
 
 MAX_GEMV_TOKENS = 8
@@ -64,15 +75,7 @@ NUM_LAYERS = 4
 CALLS = 8
 """In a graph."""
 WIDE_PARTS_TOKENS = 256
-WIDEN_TOKENS = 1024
-"""From here on MXFP4 is also tried widened first: below, that alone takes longer than the products."""
 MAX_ERROR = 1e-2
-MIN_TMA_TOKENS = 4096
-"""A launch with the copy engine describes its matrix anew, on the host, which a graph does not show: a prompt of 1024
-tokens took 60 ms with it where it had taken 33 (docs/log.md)."""
-
-
-AnyTile = GroupedTile | MmaTile
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,106 +90,17 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Tokens and their experts, of every call in a graph. `widened`: MXFP4 by way of `moe_widen`; `rows`: x split, for
-    `moe_mxfp4_mma`."""
+    """Tokens and their experts, of every call in a graph. `fp16`: MXFP4 by `moe_mxfp4_fp16`; `split`, `half`: x as
+    `moe_mxfp4_mma` or that takes it."""
 
     count: int
     block_m: int
-    widened: bool
+    fp16: bool
     x: list[torch.Tensor]
     routings: list[Routing]
     groupings: list[Grouping]
-    rows: list[SplitRows]
-
-
-def tile_candidates(format: ExpertFormat, block_m: int, is_up: bool) -> Iterator[AnyTile]:
-    """Tiles worth a try: those that neither spill registers nor overrun Hopper's 227 KiB of shared memory. MXFP4 gets
-    those of `moe_mxfp4_mma`."""
-    if format == "mxfp4":
-        yield from _mma_tiles(block_m, is_up)
-        return
-    if block_m <= 32:
-        yield from _small_tiles(format, is_up)
-        return
-    middle = {
-        "dense": [(128, 64, 4, 4), (256, 64, 3, 8), (256, 64, 4, 8), (128, 128, 3, 4), (128, 64, 3, 8)],
-        "fp8_block": [(128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 3, 4)],
-    }
-    large = {
-        "dense": [(256, 64, 4, 8), (256, 64, 3, 8), (128, 64, 4, 8), (128, 64, 3, 4)],
-        "fp8_block": [(128, 128, 3, 8), (128, 128, 2, 8)],
-    }
-    for block_n, block_k, stages, warps in (middle if block_m == 64 else large)[format]:
-        for group_m in (4, 8) if block_m == 64 else (8, 16):
-            yield GroupedTile(block_n, block_k, 1, stages, warps, group_m)
-    if format == "dense":
-        for block_n, warps in ((256, 8), (128, 8)) if block_m == 128 else ((256, 8), (128, 4)):
-            yield GroupedTile(block_n, 64, 1, 4, warps, 8, tma=True)
-
-
-def _small_tiles(format: ExpertFormat, is_up: bool) -> Iterator[GroupedTile]:
-    sizes = {
-        "dense": [(128, 64, 6, 4), (64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 6, 4), (128, 128, 3, 4), (64, 128, 3, 4)],
-        "fp8_block": [(128, 128, 4, 8), (128, 128, 3, 4), (128, 128, 4, 4), (64, 128, 4, 4)],
-    }
-    tiles = [GroupedTile(block_n, block_k, 1, stages, warps) for block_n, block_k, stages, warps in sizes[format]]
-    yield from tiles
-    yield replace(tiles[0], group_m=2)
-    if not is_up:
-        yield replace(tiles[0], prefetch_lines=4)
-        yield replace(tiles[0], split_k=2)
-
-
-def _mma_tiles(block_m: int, is_up: bool) -> Iterator[MmaTile]:
-    """The better half of a sweep of gpt-oss-20b's layer."""
-    if block_m <= 16:
-        tiles = [
-            *(MmaTile(64, 1, stages, 4, True, 4) for stages in (3, 4, 6)),
-            *(MmaTile(64, 2, 3, 4, True, 4), MmaTile(64, 1, 4, 4, True, 2), MmaTile(64, 1, 4, 4, False, 4)),
-            *(MmaTile(128, 1, 3, 4, True, 2), MmaTile(128, 1, 4, 4, False, 2)),
-        ]
-        yield from tiles
-        if not is_up:
-            # Few rows leave SMs without work.
-            for tile in (tiles[1], tiles[5]):
-                yield replace(tile, split_k=2)
-    elif block_m == 32:
-        yield from (MmaTile(64, 1, 4, 4, True, 4), MmaTile(64, 1, 4, 4, False, 2), MmaTile(64, 1, 3, 4, False, 4))
-        yield from (MmaTile(128, 1, 3, 4, False, 2), MmaTile(128, 1, 3, 4, False, 1), MmaTile(128, 1, 4, 8, False, 4))
-    else:
-        for group_m in (1, 2 if block_m == 64 else 4):
-            yield MmaTile(64, 1, 3, 4, False, 1, 1, group_m)
-            yield MmaTile(64 if block_m == 64 else 128, 1, 3, 4 if block_m == 64 else 8, False, 2, 1, group_m)
-            if block_m == 64:
-                yield MmaTile(128, 1, 3, 4, False, 1, 1, group_m)
-
-
-def widened_candidates(block_m: int) -> Iterator[GroupedTile]:
-    """Tiles for MXFP4 that is widened first: the fastest of dense ones in large prompts, and the copy engine."""
-    if block_m < 128:
-        yield GroupedTile(256, 64, 1, 4, 8, 8)
-        yield GroupedTile(128, 64, 1, 4, 4, 8)
-        yield GroupedTile(256, 64, 1, 4, 8, 8, tma=True)
-        yield GroupedTile(128, 64, 1, 4, 4, 8, tma=True)
-        return
-    for group_m in (8, 16):
-        yield GroupedTile(256, 64, 1, 4, 8, group_m)
-        yield GroupedTile(256, 64, 1, 4, 8, group_m, tma=True)
-    yield GroupedTile(128, 64, 1, 4, 8, 8, tma=True)
-
-
-def block_ms(shape: ExpertShape, num_tokens: int) -> tuple[int, ...]:
-    """Pairs a tile: around what an expert gets."""
-    mean = num_tokens * shape.top_k / shape.num_experts
-    if shape.format == "mxfp4" and mean <= 12:
-        return (8,) if mean <= 3 else (8, 16)
-    if mean <= 6:
-        return (16,)
-    if mean <= 20:
-        return (16, 32)
-    if mean <= 48:
-        return (32, 64)
-    return (64, 128) if mean <= 256 else (128,)
+    split: list[SplitRows]
+    half: list[HalfRows]
 
 
 def compile_all(needs: list[MoeNeed], tokens: tuple[int, ...], num_workers: int | None = None) -> int:
@@ -195,40 +109,24 @@ def compile_all(needs: list[MoeNeed], tokens: tuple[int, ...], num_workers: int 
     The workers only ask which GPU it is, and kernels do not depend on the number of experts."""
     jobs = {
         (
-            replace(form, num_experts=form.top_k),
+            replace(need, num_experts=need.top_k),
             block_m,
             tile,
             is_up,
-            form.dtype if is_up else _parts_dtype(need, count),
+            need.dtype if is_up else _parts_dtype(need, count),
         )
         for need in needs
         for count in tokens
         for block_m in block_ms(ExpertShape.of(need), count)
         for is_up in (True, False)
-        for form, tiles in _candidates(need, count, block_m, is_up)
-        for tile in tiles
+        for fp16 in ways(need, block_m)
+        for tile in tiles_to_try(need, count, block_m, is_up, fp16)
     }
     context = multiprocessing.get_context("spawn")
     workers = num_workers or max(1, (os.cpu_count() or 2) - 1)
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         done = [pool.submit(_compile, *job) for job in jobs]
         return len([one for one in done if one.result() is None])
-
-
-def _candidates(need: MoeNeed, count: int, block_m: int, is_up: bool) -> Iterator[tuple[MoeNeed, Iterator[AnyTile]]]:
-    """Tiles with the layer as the kernel sees it."""
-    yield need, _launchable(tile_candidates(need.format, block_m, is_up), count)
-    if may_widen(need, count, block_m):
-        yield replace(need, format="dense"), _launchable(widened_candidates(block_m), count)
-
-
-def _launchable(tiles: Iterator[AnyTile], count: int) -> Iterator[AnyTile]:
-    return (tile for tile in tiles if isinstance(tile, MmaTile) or not tile.tma or count >= MIN_TMA_TOKENS)
-
-
-def may_widen(need: MoeNeed, count: int, block_m: int) -> bool:
-    """Where widening every weight once may be less work than widening them for each tile."""
-    return need.format == "mxfp4" and count >= WIDEN_TOKENS and block_m >= 64
 
 
 def _parts_dtype(need: MoeNeed, count: int) -> torch.dtype:
@@ -239,6 +137,8 @@ def _compile(need: MoeNeed, block_m: int, tile: AnyTile, is_up: bool, out_dtype:
     try:
         if isinstance(tile, MmaTile):
             warm_up_mma(need, block_m, tile, is_up, out_dtype)
+        elif isinstance(tile, Fp16Tile):
+            warm_up_fp16(need, block_m, tile, is_up, out_dtype)
         else:
             warm_up_grouped(need, block_m, tile, is_up, out_dtype)
     except Exception as error:  # a tile that does not compile is not a candidate
@@ -296,15 +196,16 @@ class ExpertTuner:
 
         for block_m in block_ms(self._shape, count):
             groupings = [group_pairs(one.expert_ids, self._need.num_experts, block_m) for one in routings]
-            for widened in (False, True) if may_widen(self._need, count, block_m) else (False,):
-                is_split = self._shape.format == "mxfp4" and not widened
-                rows = [split_rows(one) for one in x] if is_split else []
-                inputs = Inputs(count, block_m, widened, x, routings, groupings, rows)
+            for fp16 in ways(self._need, block_m):
+                is_split = self._shape.format == "mxfp4" and not fp16
+                split = [split_rows(one) for one in x] if is_split else []
+                half = [half_rows(one) for one in x] if fp16 else []
+                inputs = Inputs(count, block_m, fp16, x, routings, groupings, split, half)
                 ups, downs = self._time_up(inputs), self._time_down(inputs)
                 if ups is not None and downs is not None:
                     is_wide = _parts_dtype(self._need, count) == torch.float32
-                    plan = _plan(count, block_m, ups.tile, downs.tile, is_wide, widened)
-                    consider(plan, f"block_m {block_m}{' widened' if widened else ''}")
+                    plan = _plan(count, block_m, ups.tile, downs.tile, is_wide)
+                    consider(plan, f"block_m {block_m}{' float16' if fp16 else ''}")
         if count <= MAX_GEMV_TOKENS and self._need.format == "dense":
             consider(ExpertPlan(count, gemv=True), "gemv")
         if best is None:
@@ -316,21 +217,12 @@ class ExpertTuner:
         return self._layers[call % len(self._layers)]
 
     def _tiles(self, inputs: Inputs, is_up: bool) -> Iterator[AnyTile]:
-        if inputs.widened:
-            return _launchable(widened_candidates(inputs.block_m), inputs.count)
-        return _launchable(tile_candidates(self._shape.format, inputs.block_m, is_up), inputs.count)
+        return tiles_to_try(self._need, inputs.count, inputs.block_m, is_up, inputs.fp16)
 
     def _matrices(self, inputs: Inputs, is_up: bool) -> list[ExpertMatrix]:
-        """One for each call; widened ones are all of the first layer, far larger than what a GPU caches."""
+        """One for each call."""
         layers = [self._layer(i) for i in range(len(inputs.x))]
-        matrices = [layer.gate_up if is_up else layer.down for layer in layers]
-        if not inputs.widened:
-            return matrices
-        scratch = torch.empty(num_values(matrices[0]), dtype=self._need.dtype, device=self._device)
-        time_us = self._graph_us(lambda i: widen(matrices[i], scratch, hopper=True).weight)
-        moved = num_values(matrices[0]) * (17 / 32 + self._need.dtype.itemsize)
-        self._log(f"{inputs.count} tokens, widening: {time_us:.1f} us, {moved / time_us / 1e3:.0f} GB/s")
-        return [widen(matrices[0], scratch, hopper=True)] * len(matrices)
+        return [layer.gate_up if is_up else layer.down for layer in layers]
 
     def _time_up(self, inputs: Inputs) -> Timed | None:
         routings, groupings = inputs.routings, inputs.groupings
@@ -342,7 +234,9 @@ class ExpertTuner:
 
             def call(i: int, tile: AnyTile = tile) -> torch.Tensor | SplitRows:
                 if isinstance(tile, MmaTile):
-                    return mma_gate_up(inputs.rows[i], matrices[i], groupings[i], top_k, activation, tile)
+                    return mma_gate_up(inputs.split[i], matrices[i], groupings[i], top_k, activation, tile)
+                if isinstance(tile, Fp16Tile):
+                    return fp16_gate_up(inputs.half[i], matrices[i], groupings[i], top_k, activation, tile)
                 return grouped_gate_up(inputs.x[i], matrices[i], groupings[i], top_k, activation, tile)
 
             best = self._best(best, "gate_up", call, truth, inputs, tile)
@@ -356,15 +250,19 @@ class ExpertTuner:
         ]  # fmt: skip
         truth = self._layer(0).part_truth(h[0], routings[0], groupings[0])
         matrices = self._matrices(inputs, False)
-        split = [_split_hidden(one, self._need.activation) for one in h] if inputs.rows else []
+        activation = self._need.activation
+        split = [_split_hidden(one, activation) for one in h] if inputs.split else []
+        half = [_half_hidden(one, activation) for one in h] if inputs.half else []
         best: Timed | None = None
         for tile in self._tiles(inputs, False):
 
             def call(i: int, tile: AnyTile = tile) -> torch.Tensor:
+                weights = routings[i].weights
                 if isinstance(tile, MmaTile):
-                    weights = routings[i].weights
-                    return mma_down(split[i], matrices[i], groupings[i], weights, self._need.activation, kind, tile)
-                return grouped_down(h[i], matrices[i], groupings[i], routings[i].weights, kind, tile)
+                    return mma_down(split[i], matrices[i], groupings[i], weights, activation, kind, tile)
+                if isinstance(tile, Fp16Tile):
+                    return fp16_down(half[i], matrices[i], groupings[i], weights, activation, kind, tile)
+                return grouped_down(h[i], matrices[i], groupings[i], weights, kind, tile)
 
             best = self._best(best, "down", call, truth, inputs, tile)
         return best
@@ -375,12 +273,9 @@ class ExpertTuner:
     ) -> Timed | None:  # fmt: skip
         if time.monotonic() > self._deadline:
             return best
-        widened = " widened" if inputs.widened else ""
-        what = f"{inputs.count} tokens, {matrix}{widened}, block_m {inputs.block_m}, {tile}"
+        what = f"{inputs.count} tokens, {matrix}, block_m {inputs.block_m}, {tile}"
         try:
-            found = call(0)
-            out = found.joined(hidden_scale(self._need.activation)) if isinstance(found, SplitRows) else found.float()
-            out = out.sum(0) if matrix == "down" else out
+            out = self._plain(call(0), matrix, tile)
             error = float((out - truth).norm() / truth.norm())
             if not error < MAX_ERROR:
                 self._log(f"WRONG {what}: error {error:.3g}")
@@ -394,14 +289,23 @@ class ExpertTuner:
         self._log(f"{what}: {time_us:.1f} us, {timed.gb_per_s:.0f} GB/s, {timed.tflop_per_s:.1f} TFLOP/s")
         return timed if best is None or time_us < best.time_us else best
 
+    def _plain(self, found: torch.Tensor | SplitRows, matrix: str, tile: AnyTile) -> torch.Tensor:
+        """A result in float32, in the form of the truth."""
+        if isinstance(found, SplitRows):
+            return found.joined(hidden_scale(self._need.activation))
+        if matrix == "down":
+            return found.float().sum(0)
+        if isinstance(tile, Fp16Tile):
+            return in_order(found).float() / half_scale(self._need.activation)
+        return found.float()
+
     def _work(self, matrix: str, inputs: Inputs) -> tuple[float, float]:
         """Bytes of the distinct experts' weights, and operations, of a call on average."""
         elements = self._need.hidden_size * self._need.intermediate_size * (2 if matrix == "gate_up" else 1)
         routings = inputs.routings
         distinct = sum(int((one.expert_ids.flatten().bincount() > 0).sum()) for one in routings) / len(routings)
         per_value = {"dense": float(self._need.dtype.itemsize), "mxfp4": 17 / 32, "fp8_block": 1.0}
-        each = per_value["dense" if inputs.widened else self._shape.format]
-        return distinct * elements * each, 2.0 * elements * routings[0].expert_ids.numel()
+        return distinct * elements * per_value[self._shape.format], 2.0 * elements * routings[0].expert_ids.numel()
 
     def _time_plan(self, x: list[torch.Tensor], routings: list[Routing], plan: ExpertPlan) -> float:
         def call(i: int) -> torch.Tensor:
@@ -431,11 +335,13 @@ class ExpertTuner:
         return min(times[1:])
 
 
-def _plan(count: int, block_m: int, up: AnyTile, down: AnyTile, is_wide: bool, widened: bool) -> ExpertPlan:
+def _plan(count: int, block_m: int, up: AnyTile, down: AnyTile, is_wide: bool) -> ExpertPlan:
     if isinstance(up, MmaTile) and isinstance(down, MmaTile):
         return ExpertPlan(count, block_m=block_m, wide_parts=is_wide, mma=MmaTiles(up, down))
+    if isinstance(up, Fp16Tile) and isinstance(down, Fp16Tile):
+        return ExpertPlan(count, block_m=block_m, wide_parts=is_wide, fp16=Fp16Tiles(up, down))
     assert isinstance(up, GroupedTile) and isinstance(down, GroupedTile), "both matrices go by one way"
-    return ExpertPlan(count, False, block_m, up, down, is_wide, widened)
+    return ExpertPlan(count, False, block_m, up, down, is_wide)
 
 
 def _split_hidden(h: torch.Tensor, activation: Activation) -> SplitRows:
@@ -446,6 +352,12 @@ def _split_hidden(h: torch.Tensor, activation: Activation) -> SplitRows:
     wide = h.float() * scale
     high = wide.to(HIGH)
     return SplitRows(high, (wide - high.float()).to(LOW), None)
+
+
+def _half_hidden(h: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """h as `fp16_gate_up` gives it."""
+    rows = half_rows(h)
+    return (rows.values.float() * (rows.inverse * half_scale(activation))[:, None]).half()
 
 
 def _spread(plans: list[ExpertPlan]) -> Iterator[ExpertPlan]:
