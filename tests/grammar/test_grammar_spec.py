@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from grammar_support import byte_backend, compiled, takes
 
 from tokenspeed import LLM, SamplingParams
 from tokenspeed.checkpoint.checkpoint import Checkpoint
@@ -34,8 +35,60 @@ def test_whatever_is_sent_is_taken_or_refused_by_name(kind: str) -> None:
 
 def test_a_deep_structural_tag_is_refused() -> None:
     """It ended in a RecursionError, which was answered 500."""
-    with pytest.raises(InvalidRequest, match="nested too deeply"):
-        make_spec("structural_tag", '{"format":' + "[" * 600 + "]" * 600 + "}", "tag")
+    inside = '{"type": "any_text"}'
+    for depth, words in ((60, "more than 48 deep"), (600, "more than 48 deep")):
+        tag = '{"format":' + '{"type": "optional", "content":' * depth + inside + "}" * (depth + 1)
+        with pytest.raises(InvalidRequest, match=words):
+            make_spec("structural_tag", tag, "tag")
+
+
+SEVENS = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 7}}}
+FORMATS: list[tuple[Any, str]] = [
+    # The bug: only formats of type json_schema were looked at, so this was taken and not held.
+    ({"type": "qwen_xml_parameter", "json_schema": SEVENS}, "multipleOf"),
+    ({"type": "json_schema", "style": "qwen_xml", "json_schema": SEVENS}, "multipleOf"),
+    ({"type": "dispatch", "rules": [["<a>", {"type": "json_schema", "json_schema": SEVENS}]]}, "multipleOf"),
+    ({"type": "qwen_xml_parameter", "json_schema": {"properties": {"a": {"pattern": "(?=a)b"}}}}, "look-ahead"),
+    ({"type": "json_schema", "json_schema": {}, "zzz": 1}, "format: a format of type json_schema has no key 'zzz'"),
+    ({"type": "tag", "begin": "<a>", "content": {"type": "any_text", "exclude": []}, "end": ""}, "no key 'exclude'"),
+    ({"type": "sequence", "elements": [{"type": "any_text"}, {"type": "text"}]}, "format/elements/1/type: 'text'"),
+    ({"type": "sequence", "elements": [{"value": "a"}]}, "format/elements/0/type: None"),
+    ({"type": "sequence", "elements": {"type": "any_text"}}, "format/elements: a list"),
+    ({"type": "dispatch", "rules": [{"type": "any_text"}]}, "format/rules/0: a rule"),
+    ({"type": "json_schema", "json_schema": {}, "style": "gemma"}, "style: 'gemma' cannot be used"),
+    ({"type": "json_schema", "json_schema": {}, "any_order": True}, "any_order: only false"),
+    ({"type": "json_schema", "json_schema": {}, "excludes": [""]}, "excludes: a list of texts"),
+    ({"type": "json_schema", "json_schema": {}, "max_whitespace_cnt": -1}, "max_whitespace_cnt"),
+    ({"type": "json_schema"}, "json_schema is missing"),
+    ({"type": "regex", "pattern": 1}, "pattern: a regular expression"),
+    ([], "format: a format is an object, not list"),
+]
+
+
+@pytest.mark.parametrize(("form", "words"), FORMATS, ids=[words for _, words in FORMATS])
+def test_what_a_structural_tag_asks_for_is_held_or_refused(form: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        make_spec("structural_tag", {"format": form}, "tag")
+    assert words in raised.value.message and raised.value.param == "tag"
+    with pytest.raises(InvalidRequest, match="no key 'stuff'"):
+        make_spec("structural_tag", {"format": {"type": "any_text"}, "stuff": 1}, "tag")
+
+
+QWEN_XML: list[dict[str, Any]] = [{"type": "json_schema", "style": "qwen_xml"}, {"type": "qwen_xml_parameter"}]
+
+
+@pytest.mark.parametrize("form", [{"type": "json_schema"}, *QWEN_XML], ids=str)
+def test_white_space_of_json_in_a_structural_tag_has_an_end(form: dict[str, Any]) -> None:
+    """A small model wrote line ends behind `</parameter>` up to max_tokens."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    spec = make_spec("structural_tag", {"format": {**form, "json_schema": schema}}, "tag")
+    grammar = compiled(byte_backend("xgrammar"), spec.kind, spec.text)
+    parts = ("<parameter=a>", "1", "</parameter>", "") if form in QWEN_XML else ("{", '"a"', ":", "1", "}")
+    for place in range(1, len(parts)):
+        for count in (0, 1, 16, 17, 40):
+            text = "".join(parts[:place]) + "\n" * count + "".join(parts[place:])
+            assert takes(grammar, text) == (count <= 16), (place, count)
+    assert not takes(grammar, "".join(parts).replace("1", "x"))
 
 
 @pytest.mark.parametrize("value", ['{"enum": [NaN]}', {"const": float("nan")}, {"enum": [float("-inf")]}])

@@ -12,10 +12,10 @@ from typing import Any
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.json_schema import rewrite_schema
 from tokenspeed.grammar.patterns import check_pattern
+from tokenspeed.grammar.structural_tag import MAX_GRAMMAR_CHARS, checked_tag
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarKind, GrammarSpec
 
-MAX_GRAMMAR_CHARS = 64 << 10
 MAX_CHOICES = 1000
 ANY_OBJECT: Mapping[str, Any] = {"type": "object", "additionalProperties": True}
 
@@ -129,7 +129,7 @@ def _structural_tag(value: Any, param: str) -> tuple[GrammarKind, str]:
         raise GrammarError("a structural tag is an object")
     if "format" not in tag and "structures" in tag:
         tag = _old_tag(tag)
-    return "structural_tag", json.dumps(_checked_tag({"type": "structural_tag", **tag}, param))
+    return "structural_tag", json.dumps(checked_tag(tag, param))
 
 
 def _old_tag(tag: dict[str, Any]) -> dict[str, Any]:
@@ -146,19 +146,6 @@ def _old_tag(tag: dict[str, Any]) -> dict[str, Any]:
         return {"format": {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}}
     except (KeyError, TypeError):
         raise GrammarError("structures are objects with begin, schema and end, beside triggers") from None
-
-
-def _checked_tag(node: Any, param: str) -> Any:
-    """A structural tag whose schemas and patterns have passed the same checks as plain ones."""
-    if isinstance(node, list):
-        return [_checked_tag(item, param) for item in node]
-    if not isinstance(node, dict):
-        return node
-    if node.get("type") == "json_schema" and "json_schema" in node:
-        return {**node, "json_schema": rewrite_schema(node["json_schema"], param)}
-    if node.get("type") == "regex" and isinstance(node.get("pattern"), str):
-        return {**node, "pattern": check_pattern(node["pattern"])}
-    return {key: _checked_tag(item, param) for key, item in node.items()}
 
 
 def _parsed(text: str, param: str) -> Any:
