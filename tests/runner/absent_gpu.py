@@ -162,5 +162,6 @@ def absent_gpu(patch: pytest.MonkeyPatch, name: str = "NVIDIA H200") -> Iterator
     patch.setattr(JITFunction, "run", note)
     patch.setattr(device_state, "to_device", lambda values, dtype, device: torch.tensor(values, dtype=dtype))
     patch.setattr(FakeTensor, "__int__", lambda self: 0, raising=False)  # checks of scales
+    patch.setattr(FakeTensor, "__bool__", lambda self: False, raising=False)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         yield launched
