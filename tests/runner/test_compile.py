@@ -11,6 +11,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import types
 
 import msgspec
@@ -65,7 +66,8 @@ while not (folder / "end").exists():
 for name in os.listdir(folder / "orders"):
     order = msgspec.msgpack.decode((folder / "orders" / name).read_bytes())
     done = dict(name=order["name"], worker=0, began_s=0.0, compile_s=1.5, launcher_s=0.5, error=ERROR)
-    (folder / "done" / name).write_bytes(msgspec.msgpack.encode(done))
+    (folder / name).write_bytes(msgspec.msgpack.encode(done))
+    (folder / name).rename(folder / "done" / name)
 """
 COMPILES = DONE.replace("ERROR", "None")
 
@@ -291,8 +293,9 @@ def test_workers_that_hang_are_given_up(machine, monkeypatch, caplog):
     assert all(worker.poll() is not None for worker in started)
 
 
-def test_workers_that_cannot_be_started_cost_time_only(machine, monkeypatch, caplog):
+def test_workers_that_cannot_be_started_cost_time_only(machine, monkeypatch, caplog, tmp_path):
     machine(COMPILES)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def popen(*_, **named):
         raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -301,6 +304,7 @@ def test_workers_that_cannot_be_started_cost_time_only(machine, monkeypatch, cap
     with start_compile(CONFIG) as job:
         assert not job.takes_orders and "no workers could be started" in job.wait()
     assert "Resource temporarily unavailable" in caplog.text
+    assert not list(tmp_path.glob("tokenspeed-compile-*")), "its folder is gone"
 
 
 def test_a_folder_that_goes_costs_time_only(machine, caplog):
@@ -368,6 +372,18 @@ def test_a_kernel_is_loaded_when_its_launcher_is_there(machine):
         assert job._take_results(folder, loaded.append) == 0
         (folder / "launchers" / "slow").touch()
         assert job._take_results(folder, loaded.append) == 1 and loaded == ORDERS[::-1]
+
+
+def test_whether_all_is_loaded(machine):
+    machine(COMPILES)
+    for load, is_all in ((lambda _: None, True), (lambda order: 1 // (order.name == "a"), False)):
+        with start_compile(CONFIG) as job:
+            assert not job.has_loaded_all
+            for order in ORDERS:
+                job.order(order)
+            job.wait(load)
+        assert job.has_loaded_all == is_all
+        compile_start.prepare_cache(CONFIG).marker(f"A GPU, CUDA {compile.torch.version.cuda}").unlink()
 
 
 def test_a_launcher_that_nobody_built_is_not_waited_for(machine):

@@ -25,7 +25,7 @@ from tokenspeed.runner.memory import TrialSteps, release, size_cuda_pool
 from tokenspeed.runner.memory_errors import MemoryErrors
 from tokenspeed.runner.model_runner import Limits
 from tokenspeed.runner.trial_steps import NUM_PAGES, decode_step, long_prompts_step, many_prompts_step, recorded_step
-from tokenspeed.runner.warm_up import warm_up_plans
+from tokenspeed.runner.warm_up import checking_plans, warm_up_plans
 from tokenspeed.runner.weight_room import WeightRoom
 
 
@@ -44,14 +44,16 @@ def build_cuda_runner(config: EngineConfig, workers: Workers | None = None) -> C
     grammars, grammar_report = build_compiler(config)
     errors = MemoryErrors(config)
     room = WeightRoom(config)
+    is_listed = False
     with start_compile(config, workers) as job:
         if job.takes_orders:
             with startup_phase("kernels.list"):
-                list_kernels(config, job.order)
+                is_listed = list_kernels(config, job.order)
         with startup_phase("weights.target"), errors.during("load", lambda: room.kept):
             loaded = load(config, room)
         with startup_phase("kernels.compile"):
             compile_report = job.wait(place_kernel)
+        num_loaded = monitor.num_met
     with startup_phase("kv.build"):
         groups = _size(config, loaded)
         release()
@@ -62,6 +64,8 @@ def build_cuda_runner(config: EngineConfig, workers: Workers | None = None) -> C
     warm_up = warm_up_plans(
         config.max_num_seqs, config.max_model_len, budget, config.page_size, len(groups), has_experts
     )
+    if is_listed and job.has_loaded_all and monitor.num_met == num_loaded:  # the trial steps found all they need
+        warm_up = checking_plans(warm_up)
     graphs = GraphPlan(
         sizes=config.capture_sizes,
         pad=config.pad_graphs,

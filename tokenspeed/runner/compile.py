@@ -55,6 +55,7 @@ class CompileJob:
         self._orders: dict[str, KernelOrder] = {}
         self._results: dict[str, Compiled] = {}
         self._unloaded: list[str] = []
+        self._num_loaded = 0
 
     def __enter__(self) -> CompileJob:
         return self
@@ -66,6 +67,11 @@ class CompileJob:
     def takes_orders(self) -> bool:
         """Somebody compiles."""
         return self._workers is not None
+
+    @property
+    def has_loaded_all(self) -> bool:
+        """Something was ordered, and all of it is compiled and loaded."""
+        return bool(self._orders) and self._num_loaded == len(self._orders)
 
     def order(self, order: KernelOrder) -> None:
         """Have a kernel compiled."""
@@ -127,6 +133,7 @@ class CompileJob:
     def _load(self, order: KernelOrder, load: Callable[[KernelOrder], object]) -> None:
         try:
             load(order)
+            self._num_loaded += 1
         except Exception as error:  # the launch that needs it will raise it again
             logger.warning("%s was not loaded ahead: %s: %s", order.name, type(error).__name__, error)
 

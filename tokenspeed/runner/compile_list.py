@@ -42,14 +42,20 @@ class _Zeroed(TorchFunctionMode):
         return made.zero_() if func in UNSET else made
 
 
-def list_kernels(config: EngineConfig, order: Callable[[KernelOrder], None]) -> None:
+def list_kernels(config: EngineConfig, order: Callable[[KernelOrder], None]) -> bool:
     """Order every kernel that `config` needs and that was not loaded here before. A failure costs time only: what was
-    not listed is compiled when it is first used."""
+    not listed is compiled when it is first used.
+
+    Returns:
+        whether the list is complete.
+    """
     try:
         with unrecorded(), KernelList(order), _Zeroed():
             _run(twin(config))
+        return True
     except Exception as error:
         logger.warning("not all kernels could be listed for the compile workers: %s: %s", type(error).__name__, error)
+        return False
     finally:
         release()
 

@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,12 @@ from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.kernels.cpu.native.build import cache_folders
 from tokenspeed.runner import warm_up
-from tokenspeed.runner.compile_folder import work_folder
+from tokenspeed.runner.compile_folder import POLL_S, work_folder
 from tokenspeed.runner.warm_up import EXPERT_TOKENS, plan_pages, representatives, warm_up_plans
 
 CACHE_VARIABLE = "TRITON_CACHE_DIR"
 MAX_WORKERS = 16
+REMOVALS = 10
 TWIN_BATCH_TOKENS = 1024
 
 DECIDING_FIELDS = (
@@ -70,7 +72,11 @@ class Workers:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for _ in range(REMOVALS):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if not self.folder.exists():
+                break
+            time.sleep(POLL_S)  # its children end a moment later, and may still write
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,7 @@ def start_early(config: EngineConfig) -> Workers | None:
 
 def start_workers(count: int) -> Workers | None:
     """`count` processes. None when none can be had, which costs time only."""
+    folder: Path | None = None
     try:
         folder = work_folder()
         command = [sys.executable, "-m", "tokenspeed.runner.compile_worker", str(folder), str(count), str(os.getpid())]
@@ -110,6 +117,8 @@ def start_workers(count: int) -> Workers | None:
             return Workers(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log), folder)
     except OSError as error:
         logger.warning("kernels are compiled one by one, no worker could be started: %s", error)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         return None
 
 

@@ -19,6 +19,7 @@ EXPERT_TOKENS = (4, 8, 64, 256, 1024, 2048, 4096, 8192)
 """Besides, for expert layers: tiles there are chosen by how many tokens an expert has to expect."""
 CONTEXT_PAGES = 2
 MANY_TOKENS = 96
+CHECKED = 8
 """More than any kernel for few rows takes. The last layer of a prompt step computes only a row a request: with several
 requests it meets those kernels again, and unfused."""
 
@@ -53,6 +54,11 @@ def warm_up_plans(
         if num_tokens <= length:
             plans.append(_plan(len(plans), num_requests, num_tokens, length, page_size, num_groups))
     return plans
+
+
+def checking_plans(plans: Sequence[StepPlan]) -> list[StepPlan]:
+    """A few of all kinds, where every kernel was compiled and loaded before: they would show that it was not so."""
+    return list(plans[::CHECKED])
 
 
 def plan_pages(plans: Sequence[StepPlan]) -> int:

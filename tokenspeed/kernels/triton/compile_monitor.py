@@ -66,6 +66,11 @@ class CompileMonitor:
             names = ", ".join(f"{name} x {count}" for name, count in Counter(self._compiled).most_common())
             logger.info("%d kernels were compiled here, in %.1f s: %s", len(self._compiled), self.compile_s, names)
 
+    @property
+    def num_met(self) -> int:
+        """Variants that were compiled or loaded from the disk so far."""
+        return self.num_compiled + self.num_loaded
+
     def totals(self) -> tuple[int, float]:
         """Kernels compiled by this process and the seconds that took; those loaded from the disk do not count."""
         return self.num_compiled, self.compile_s

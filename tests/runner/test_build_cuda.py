@@ -1,0 +1,108 @@
+"""Which steps a start on a GPU goes through before the first request: all that stand for others, or a few of them."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tokenspeed.cache.spec import GroupSpec
+from tokenspeed.checkpoint.checkpoint import Checkpoint
+from tokenspeed.config.engine import EngineConfig
+from tokenspeed.models.registry import examples
+from tokenspeed.runner import build_cuda
+from tokenspeed.runner.cuda_runner import GraphPlan
+from tokenspeed.runner.loaded import LoadedModel
+from tokenspeed.runner.warm_up import checking_plans, warm_up_plans
+
+CONFIG = EngineConfig(
+    model=next(example for example in examples() if example.architecture == "LlamaForCausalLM"),
+    checkpoint=Checkpoint(name="x", format="safetensors", config_path="/x", weight_files=("/w",), tokenizer_path="/x"),
+    load_format="safetensors",
+    device="cuda",
+    dtype="bfloat16",
+    kv_cache_dtype="bfloat16",
+    max_model_len=4096,
+    max_num_seqs=160,
+    max_num_batched_tokens=8192,
+    page_size=64,
+    num_pages=None,
+    kv_memory_bytes=None,
+    enable_prefix_caching=True,
+    enable_overlap=True,
+    enforce_eager=False,
+    schedule_policy="fifo",
+    attention_backend="auto",
+    num_threads=3,
+    seed=5,
+    max_queue_len=5,
+)
+ALL = warm_up_plans(160, 4096, 8192, 64)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """How many steps the runner is told to go through."""
+
+    def count(takes_orders: bool, is_listed: bool, has_loaded_all: bool, num_met_in_trial: int) -> int:
+        monitor = types.SimpleNamespace(install=lambda: None, totals=lambda: (0, 0.0), num_met=7, serving=lambda: None)
+        job = types.SimpleNamespace(
+            takes_orders=takes_orders, has_loaded_all=has_loaded_all, wait=lambda _: "", order=lambda _: None
+        )
+        loaded = LoadedModel(model=None, ops=None, backend=None, report=[])  # type: ignore[arg-type]
+        group = GroupSpec("full", "full", 64, 2**20, 500)
+        asked: list[GraphPlan] = []
+
+        def size(*_: object) -> list[GroupSpec]:
+            monitor.num_met += num_met_in_trial
+            return [group]
+
+        parts: dict[str, Any] = {
+            "CompileMonitor": lambda _: monitor,
+            "count_compiles": lambda _: None,
+            "build_compiler": lambda _: (None, ""),
+            "start_compile": lambda *_: contextlib.nullcontext(job),
+            "list_kernels": lambda *_: is_listed,
+            "WeightRoom": lambda _: None,
+            "load": lambda *_: loaded,
+            "release": lambda: None,
+            "_size": size,
+            "bind_pool": lambda *_: None,
+            "_runner": lambda config, loaded, groups, graphs, grammars: asked.append(graphs),
+        }
+        for name, part in parts.items():
+            monkeypatch.setattr(build_cuda, name, part)
+        build_cuda.build_cuda_runner(CONFIG)
+        return len(asked[0].warm_up)
+
+    return count
+
+
+def test_a_few_are_of_every_kind() -> None:
+    kinds = {(len(plan.rows) > 1, plan.rows[0].num_tokens > 1) for plan in checking_plans(ALL)}
+    assert kinds == {(False, False), (True, False), (False, True), (True, True)}
+    assert len(checking_plans(ALL)) <= len(ALL) // 6
+
+
+def test_where_all_kernels_are_loaded_a_few_steps_are_enough(plans: Callable[..., int]) -> None:
+    assert plans(True, True, True, 0) == len(checking_plans(ALL))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        (False, False, False, 0),
+        (True, False, True, 0),
+        (True, True, False, 0),
+        (True, True, True, 1),
+    ],
+    ids=["compiled before", "not listed", "not loaded", "missed by the list"],
+)
+def test_else_all_are_gone_through(plans: Callable[..., int], state: tuple[bool, bool, bool, int]) -> None:
+    """Compiled before: they are on the disk, and nothing has loaded them yet."""
+    assert plans(*state) == len(ALL)
