@@ -222,10 +222,13 @@ def test_attention_that_cannot_be_recorded_records_nothing_and_says_so():
 
 
 def test_prefill_sizes():
-    assert engine().prefill_sizes == (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+    fine = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+    assert engine().prefill_sizes == (*fine, 640, 768, 896, 1024)
+    assert engine(EngineArgs(chunked_prefill_size=512)).prefill_sizes == fine
+    assert engine(EngineArgs(prefill_graph_max_tokens=1300)).prefill_sizes[-3:] == (1152, 1280, 1300)
     assert "launching" in reason(engine(), "--prefill-graph-max-tokens")
     assert engine(EngineArgs(chunked_prefill_size=100)).prefill_sizes == (16, 32, 64, 100)
-    assert engine(EngineArgs(prefill_graph_max_tokens=1000)).prefill_sizes[-2:] == (960, 1000)
+    assert engine(EngineArgs(prefill_graph_max_tokens=1000)).prefill_sizes[-2:] == (896, 1000)
     assert engine(EngineArgs(prefill_graph_max_tokens=9)).prefill_sizes == (9,)
     assert engine(EngineArgs(prefill_graph_max_tokens=1)).prefill_sizes == ()
     for off in ({"prefill_graph_max_tokens": 0}, {"disable_prefill_graph": True}, {"enforce_eager": True}):

@@ -199,7 +199,7 @@ def test_which_steps_are_served(bench: Bench) -> None:
 
 def test_a_graph_has_fewer_requests_than_tokens() -> None:
     """Equal numbers would pass for a decode step, one token a request."""
-    assert [num_requests(size, 100) for size in (2, 3, 8, 9, 512)] == [1, 2, 7, 8, 8]
+    assert [num_requests(size, 100) for size in (2, 3, 8, 9, 1024)] == [1, 2, 7, 8, 8]
     assert num_requests(64, 1) == 1
 
 

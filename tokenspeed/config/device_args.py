@@ -131,7 +131,7 @@ class DeviceArgs(ServerArgs):
         parse=integer,
         metavar="TOKENS",
         at_least=0,
-        default_text="512, or the largest of `--prefill-graph-capture-sizes`",
+        default_text="1024, or the largest of `--prefill-graph-capture-sizes`",
         only_on="cuda",
     )
     prefill_graph_capture_sizes: tuple[int, ...] = flag(
@@ -144,6 +144,6 @@ class DeviceArgs(ServerArgs):
         parse=integer,
         metavar="TOKENS",
         at_least=2,
-        default_text="16 32 64 128, then steps of 64",
+        default_text="16 32 64 128, then steps of 64 up to 512, of 128 above",
         only_on="cuda",
     )
