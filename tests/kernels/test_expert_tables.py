@@ -15,7 +15,6 @@ from tokenspeed.kernels.triton.moe_experts import TritonExpertKernels
 from tokenspeed.kernels.triton.moe_grouped import GroupedTile
 from tokenspeed.kernels.triton.moe_mxfp4_mma import MmaTile
 from tokenspeed.kernels.triton.moe_plans import (
-    MMA_PAIRS,
     NO_LIMIT,
     ExpertPlan,
     ExpertShape,
@@ -104,15 +103,6 @@ def test_mxfp4_goes_to_fp8_tensor_cores_where_they_are(caplog: pytest.LogCapture
     assert not any(plan.mma for plan in heuristic_plans(MXFP4_SHAPE, False, SHARED_BYTES, False))
 
 
-@pytest.mark.parametrize(("num_experts", "widens"), [(32, True), (128, False)])
-def test_large_prompts_are_widened_where_that_takes_little_memory(num_experts: int, widens: bool) -> None:
-    shape = ExpertShape("mxfp4", num_experts, 4, 2880, 2880)
-    plans = heuristic_plans(shape, False, SHARED_BYTES, False, True)
-    assert [plan.widen for plan in plans] == [False] * (len(plans) - 1) + [widens]
-    assert choose(plans, MMA_PAIRS * num_experts // 4).mma is not None
-    assert choose(plans, 1).block_m == 8 and choose(plans, num_experts * 8).block_m == 32
-
-
 def test_without_a_table_gpt_oss_20b_has_the_tiles_that_were_measured() -> None:
     """`MMA_PLANS` and `FP16_PLANS` are those of the shipped table. A shape that was not measured is not in it."""
     table = load_table("NVIDIA H200")
@@ -132,7 +122,6 @@ def test_without_a_table_gpt_oss_20b_has_the_tiles_that_were_measured() -> None:
 def test_prompts_go_to_float16_tensor_cores_by_what_an_expert_gets(num_experts: int) -> None:
     plans = mma_plans(ExpertShape("mxfp4", num_experts, 4, 2880, 2880), True)
     assert [plan.fp16 is not None for plan in plans] == [False] * (len(plans) - 2) + [True] * 2
-    assert not any(plan.widen for plan in plans)
     for pairs, block_m in ((1, 8), (16, 16), (17, 32), (64, 32), (65, 128), (1000, 128)):
         plan = choose(plans, num_experts * pairs // 4)
         assert plan.block_m == block_m and (plan.fp16 is not None) == (pairs > 16)

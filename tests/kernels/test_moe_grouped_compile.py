@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
-from tokenspeed.kernels.triton import moe_align, moe_grouped, moe_mxfp4_fp16, moe_mxfp4_mma, moe_widen
+from tokenspeed.kernels.triton import moe_align, moe_grouped, moe_mxfp4_fp16, moe_mxfp4_mma
 from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix, GroupedTile, grouped_constants
 from tokenspeed.kernels.triton.moe_mxfp4_mma import mma_constants
 from tokenspeed.kernels.triton.moe_plans import FP16_PLANS, ExpertShape, heuristic_plans
@@ -135,12 +135,8 @@ if HOPPER:
     for _, _, block_m, tile in FP16_PLANS:
         for is_up in (True, False):
             fp16(block_m, tile, is_up)
-    # MXFP4 that was widened.
+    # By the copy engine.
     grouped("dense", 2880, 2880, 128, GroupedTile(256, 64, 1, 4, 8, 8, tma=True), False)
-wide = {"N": 2880, "K": 2880, "BLOCK_N": moe_widen.BLOCK_N, "PDL": HOPPER}
-built = build(moe_widen._widen_kernel, wide, {"codes_ptr": "*u8", "scales_ptr": "*i32", "wide_ptr": "*bf16"}, 4)
-assert "st.global.v4" in built.asm["ptx"] and "ld.global.v4" in built.asm["ptx"]
-
 ints = {n: "*i32" for n in ("ids_ptr", "pairs_ptr", "tiles_ptr", "counts_ptr", "starts_ptr")}
 align = {"BLOCK_M": 16, "SHARE": moe_align.SMALL_SHARE, "STEP": moe_align.SMALL_STEP, "E_BLOCK": 128, "PDL": HOPPER}
 for name, constants in (

@@ -15,7 +15,6 @@ from expert_layers import (
     SWIGLU,
     error,
     ids_like,
-    kernels,
     layer,
     matrix_and_truth,
     need_of,
@@ -41,7 +40,6 @@ from tokenspeed.kernels.triton.moe_plans import (
     load_table,
     table_name,
 )
-from tokenspeed.kernels.triton.moe_widen import WideScratch, num_values, widen
 from tokenspeed.moe.interface import Activation, ExpertFormat, Routing
 
 BOUND = 1e-2 if torch.bfloat16 == KIND else 4e-6
@@ -179,80 +177,6 @@ def test_dense_weights_by_the_copy_engine(sizes: tuple[int, int, int, int]) -> N
     ids, weights = ids_like(23, need.top_k, need.num_experts, "any"), torch.rand(23, need.top_k, device=DEVICE)
     truth = truth_of(x, ids, weights, (up_truth[0], up_truth[1]), (down_truth[0], down_truth[1]), SWIGLU, None)
     assert error(experts(x, Routing(ids, weights)), truth) < BOUND
-
-
-# ---- widened MXFP4 --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("sizes", [(1, 16, 32), (3, 48, 96), (2, 80, 160), (2, 64, 384)], ids=str)
-def test_widening_is_exact(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Rows and columns that no tile divides; what lies behind in the buffer stays."""
-    matrix, truth, _ = matrix_and_truth("mxfp4", *sizes, True, True)
-    scratch = torch.full((num_values(matrix) + 7,), 5.0, dtype=dtype, device=DEVICE)
-    wide = widen(matrix, scratch, HOPPER)
-    assert wide.format == "dense" and wide.scale is None and wide.bias is matrix.bias
-    assert torch.equal(wide.weight.double(), truth)
-    assert wide.weight.data_ptr() == scratch.data_ptr()
-    assert (scratch[num_values(matrix) :] == 5).all()
-
-
-def wide_plan(block_m: int, tma: bool) -> ExpertPlan:
-    up, down = GroupedTile(64, 64, 1, 3, 4, 2, tma=tma), GroupedTile(64, 32, 2, 3, 4)
-    return ExpertPlan(NO_LIMIT, False, block_m, up, down, widen=True)
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "how", "tma"), [(0, "any", True), (1, "any", False), (40, "one", False), (33, "few", True)]
-)
-def test_widened_experts(num_tokens: int, how: str, tma: bool, poisoned: None) -> None:
-    """Two layers in turn over one buffer, against plain torch."""
-    if tma and ON_GPU and not HOPPER:
-        pytest.skip("the copy engine came with Hopper")
-    need = need_of("mxfp4", 5, 2, 96, 160, True, CLAMPED)
-    ours = kernels()
-    layers = [layer("mxfp4", need, True, ours) for _ in range(2)]
-    ids, weights = ids_like(num_tokens, 2, 5, how), torch.rand(num_tokens, 2, device=DEVICE)
-    x = torch.randn(num_tokens, 96, device=DEVICE).to(KIND)
-    for place in (0, 1):
-        experts, up_truth, down_truth = layers[place]
-        experts.plans = (wide_plan(32, tma),)
-        pairs = (up_truth[0], up_truth[1]), (down_truth[0], down_truth[1])
-        truth = truth_of(x, ids, weights, *pairs, CLAMPED, x)
-        assert error(experts(x, Routing(ids, weights), x.clone()), truth) < BOUND
-
-
-def test_layers_of_a_size_share_a_buffer() -> None:
-    scratch = WideScratch()
-    assert not scratch.has(64, KIND)
-    one = scratch.get(64, KIND, DEVICE)
-    assert scratch.has(64, KIND) and scratch.get(64, KIND, DEVICE) is one
-    larger = scratch.get(96, KIND, DEVICE)
-    assert larger.shape == (96,) and scratch.get(64, KIND, DEVICE) is one
-
-
-@pytest.mark.skipif(not ON_GPU, reason="graphs are recorded on a GPU")
-def test_a_recorded_graph_does_not_own_the_buffer() -> None:
-    """Before the first widened call a graph takes the other plan, after it the widened one; both give the truth."""
-    need = need_of("mxfp4", 5, 2, 96, 160, True, CLAMPED)
-    experts, up_truth, down_truth = layer("mxfp4", need, True)
-    tile = GroupedTile(64, 128, 1, 3, 4)
-    experts.plans = (ExpertPlan(8, False, 16, tile, tile), wide_plan(32, HOPPER))
-    x = torch.randn(40, 96, device=DEVICE).to(KIND)
-    routing = Routing(ids_like(40, 2, 5, "any"), torch.rand(40, 2, device=DEVICE))
-    pairs = (up_truth[0], up_truth[1]), (down_truth[0], down_truth[1])
-    truth = truth_of(x, routing.expert_ids, routing.weights, *pairs, CLAMPED, None)
-    experts.plans, both = experts.plans[:1], experts.plans
-    experts(x, routing)  # compiles
-    experts.plans = both
-    for has_buffer in (False, True):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = experts(x, routing)
-        assert experts.scratch.has(num_values(experts.gate_up), KIND) == has_buffer
-        graph.replay()
-        assert error(out, truth) < BOUND
-        experts(x, routing)
 
 
 @pytest.mark.parametrize("num_tokens", [20, 40])

@@ -29,6 +29,7 @@ from kernel_device import DEVICE, KIND, ON_GPU
 from tokenspeed.kernels.triton.moe_align import MAX_SMALL_PAIRS, group_pairs
 from tokenspeed.kernels.triton.moe_grouped import combine, expert_matrix
 from tokenspeed.kernels.triton.moe_mxfp4 import low_bits, pack_mxfp4
+from tokenspeed.kernels.triton.moe_mxfp4 import mxfp4_values as values_of_fragments
 from tokenspeed.kernels.triton.moe_mxfp4_mma import (
     MmaTile,
     SplitRows,
@@ -41,7 +42,6 @@ from tokenspeed.kernels.triton.moe_mxfp4_mma import (
     why_no_mma,
 )
 from tokenspeed.kernels.triton.moe_plans import MMA_PLANS, NO_LIMIT, ExpertPlan, MmaTiles
-from tokenspeed.kernels.triton.moe_widen import num_values, widen
 from tokenspeed.moe.interface import Activation, Routing
 from tokenspeed.protocol.errors import CheckpointError
 
@@ -99,15 +99,26 @@ def test_scales_that_are_too_large_are_refused() -> None:
         pack_mxfp4(codes, scales, "w")
 
 
+@triton.jit
+def _values_kernel(codes_ptr, words_ptr, values_ptr):
+    fragments = tl.load(codes_ptr + tl.arange(0, 512)[None, :])
+    first, second = values_of_fragments(fragments, tl.load(words_ptr + tl.arange(0, 16)), 0)
+    at = values_ptr + tl.arange(0, 16)[:, None] * 64 + tl.arange(0, 32)[None, :]
+    tl.store(at, first)
+    tl.store(at + 32, second)
+
+
 @pytest.mark.parametrize("scale", [0, 1, 2, 118, 127, 128, 129, 247, 248])
 def test_scales_from_end_to_end(scale: int) -> None:
     """All codes, by the kernels' plain arithmetic; 2 ** -128 is subnormal in float32."""
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(1, 16, 16)
     scales = torch.full((1, 16, 1), scale, dtype=torch.uint8, device=DEVICE)
     truth = mxfp4_values(codes, scales)
-    matrix = expert_matrix("mxfp4", pack_mxfp4(codes, scales, "w"), None, None)
-    wide = widen(matrix, torch.empty(num_values(matrix), device=DEVICE), HOPPER)
-    assert torch.equal(wide.weight.double(), truth)
+    packed = pack_mxfp4(codes, scales, "w")
+    values = torch.empty(16, 64, device=DEVICE)
+    _values_kernel[(1,)](packed.codes, packed.scales, values)
+    assert torch.equal(values[:, :32].double(), truth[0])
+    assert not values[:, 32:].any(), "columns that are missing"
 
 
 # ---- x in two parts -------------------------------------------------------------------------------------------------

@@ -1,10 +1,8 @@
 """The op `experts` by our Triton kernels: packs a layer's weights once, then chooses kernels by the number of tokens.
 
 A few tokens of dense experts go through `moe_gemv`, all others through `moe_align` and `moe_grouped`; MXFP4 on Hopper
-through `moe_mxfp4_mma`, prompts through `moe_mxfp4_fp16` or, where that does not serve a layer, by way of `moe_widen`.
-`moe_plans` says which and with what tiles. Scratch comes from torch's allocator in each call, which a recorded graph
-keeps for itself; but widened weights have a buffer that all layers share, which the first such call makes: the sizing
-run at the start.
+through `moe_mxfp4_mma`, prompts through `moe_mxfp4_fp16` where that serves the layer. `moe_plans` says which and with
+what tiles. Scratch comes from torch's allocator in each call, which a recorded graph keeps for itself.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from tokenspeed.kernels.triton.moe_plans import (
     heuristic_plans,
     load_table,
 )
-from tokenspeed.kernels.triton.moe_widen import WideScratch, num_values, widen
 from tokenspeed.moe.interface import Activation, ExpertWeights, MoeNeed, Routing
 
 logger = logging.getLogger(__name__)
@@ -51,13 +48,11 @@ class TritonExperts:
         down: ExpertMatrix,
         gemv: DenseExperts | None,
         workspace: Workspace,
-        scratch: WideScratch,
         need: MoeNeed,
         plans: tuple[ExpertPlan, ...],
         hopper: bool,
     ) -> None:
         self.gate_up, self.down = gate_up, down
-        self.scratch = scratch
         self._gemv, self._workspace = gemv, workspace
         self._num_experts, self._activation = need.num_experts, need.activation
         self.plans = plans
@@ -68,7 +63,7 @@ class TritonExperts:
         num_tokens = x.shape[0]
         if num_tokens == 0:
             return x.new_empty(x.shape) if residual is None else residual
-        plan = self._plan(num_tokens, x)
+        plan = choose(self.plans, num_tokens)
         x = x.contiguous()
         if plan.gemv and self._gemv is not None:
             h = gemv_gate_up(x, routing.expert_ids, self._gemv, self._activation, pdl=self._hopper)
@@ -85,23 +80,9 @@ class TritonExperts:
             return run_fp16(
                 x, routing, self.gate_up, self.down, self._num_experts, self._activation, plan, plan.fp16, residual
             )  # fmt: skip
-        scratch = None
-        if plan.widen:
-            # Of gate and up, which are the larger ones.
-            scratch = self.scratch.get(num_values(self.gate_up), x.dtype, x.device)
         return run_grouped(
-            x, routing, self.gate_up, self.down, self._num_experts, self._activation, plan, residual, self._hopper,
-            scratch,
-        )  # fmt: skip
-
-    def _plan(self, num_tokens: int, x: torch.Tensor) -> ExpertPlan:
-        """A graph that is being recorded must not own the buffer that every layer uses after it."""
-        plan = choose(self.plans, num_tokens)
-        if plan.widen and x.is_cuda and torch.cuda.is_current_stream_capturing():
-            others = tuple(other for other in self.plans if not other.widen)
-            if others and not self.scratch.has(num_values(self.gate_up), x.dtype):
-                return choose(others, num_tokens)
-        return plan
+            x, routing, self.gate_up, self.down, self._num_experts, self._activation, plan, residual, self._hopper
+        )
 
 
 def run_grouped(
@@ -114,21 +95,15 @@ def run_grouped(
     plan: ExpertPlan,
     residual: torch.Tensor | None,
     hopper: bool,
-    scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The four steps of the grouped kernels for T >= 1 tokens; see `Experts.__call__`.
 
     Args:
         hopper: see `moe_grouped`.
-        scratch: for a plan that widens: at least as many values as `gate_up` and as `down` has, in x's dtype.
     """
     num_tokens, top_k = routing.expert_ids.shape
     grouping = group_pairs(routing.expert_ids, num_experts, plan.block_m, hopper)
-    if scratch is not None:
-        gate_up = widen(gate_up, scratch, hopper)
     h = grouped_gate_up(x, gate_up, grouping, top_k, activation, plan.gate_up, hopper)
-    if scratch is not None:
-        down = widen(down, scratch, hopper)
     kind = torch.float32 if plan.wide_parts else x.dtype
     parts = grouped_down(h, down, grouping, routing.weights, kind, plan.down, hopper)
     return combine(parts, num_tokens, top_k, residual, x.dtype, hopper)
@@ -190,7 +165,7 @@ class TritonExpertKernels:
     ) -> None:  # fmt: skip
         self._hopper, self._table, self._shared_bytes, self._gpu = hopper, table, shared_bytes, gpu
         self._no_mma = no_mma
-        self._workspace, self._scratch = make_workspace(device), WideScratch()
+        self._workspace = make_workspace(device)
         self._told: set[tuple[ExpertShape, str | None]] = set()
 
     def why_not(self, need: MoeNeed) -> str | None:
@@ -228,7 +203,7 @@ class TritonExpertKernels:
             if weights.format == "dense":
                 gemv = DenseExperts(up_weight, low_weight, weights.gate_up_bias, weights.down_bias)
         plans = self._plans(need, gemv is not None, why_no_fp16(need.activation, gate_up, down))
-        return TritonExperts(gate_up, down, gemv, self._workspace, self._scratch, need, plans, self._hopper)
+        return TritonExperts(gate_up, down, gemv, self._workspace, need, plans, self._hopper)
 
     def _plans(self, need: MoeNeed, has_gemv: bool, no_fp16: str | None) -> tuple[ExpertPlan, ...]:
         shape = ExpertShape.of(need)

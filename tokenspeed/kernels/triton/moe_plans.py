@@ -59,7 +59,6 @@ class ExpertPlan:
     """Up to `max_tokens`: the kernels of `moe_gemv`, or pairs in tiles of `block_m` with a tile for each matrix.
 
     wide_parts: what experts give is kept in float32 until it is summed, not in the model's dtype.
-    widen: MXFP4 matrices are widened first, by `moe_widen`, and the tiles are for dense ones.
     mma: the kernels of `moe_mxfp4_mma` with these tiles, in place of `gate_up` and `down`.
     fp16: likewise of `moe_mxfp4_fp16`.
     """
@@ -70,7 +69,6 @@ class ExpertPlan:
     gate_up: GroupedTile = DEFAULT_TILE
     down: GroupedTile = DEFAULT_TILE
     wide_parts: bool = True
-    widen: bool = False
     mma: MmaTiles | None = None
     fp16: Fp16Tiles | None = None
 
@@ -153,10 +151,6 @@ FP16_PLANS = (
 """The fastest of a sweep as above at 256 tokens, and at 1024, 2048 and 8000, but for 1 percent: 4 programs fewer to
 compile. For that shape `mma_plans` gives what the table of an H200 has, so that whoever measures anew changes both; a
 test holds them together."""
-MMA_PAIRS = 256
-"""An expert gets, up to which `moe_mxfp4_mma` is taken to be faster than widening first: 2048 tokens of gpt-oss-20b."""
-WIDEN_BYTES = 2**31
-"""Scratch that widening may take without a table: 1.06 GB for gpt-oss-20b, not 4.25 GB for gpt-oss-120b."""
 
 
 def mma_plans(shape: ExpertShape, has_fp16: bool) -> tuple[ExpertPlan, ...]:
@@ -181,13 +175,7 @@ def mma_plans(shape: ExpertShape, has_fp16: bool) -> tuple[ExpertPlan, ...]:
             plan = ExpertPlan(tokens, block_m=block_m, wide_parts=False, fp16=Fp16Tiles(half, half))
             add(tokens, pairs, plan)
         return tuple(plans)
-    large = ExpertPlan(NO_LIMIT, block_m=64, wide_parts=False, mma=LARGE_TILES)
-    limit = MMA_PAIRS * shape.num_experts // shape.top_k
-    wide_bytes = shape.num_experts * 2 * shape.intermediate_size * shape.hidden_size * 2
-    if wide_bytes > WIDEN_BYTES or limit <= plans[-1].max_tokens:
-        return (*plans, large)
-    tile = GroupedTile(256, 64, 1, 4, 8, 8)
-    return (*plans, replace(large, max_tokens=limit), ExpertPlan(NO_LIMIT, False, 128, tile, tile, False, True))
+    return (*plans, ExpertPlan(NO_LIMIT, block_m=64, wide_parts=False, mma=LARGE_TILES))
 
 
 def heuristic_plans(
