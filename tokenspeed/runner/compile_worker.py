@@ -32,6 +32,8 @@ import tokenspeed.kernels.triton
 from tokenspeed.kernels.triton.compile_monitor import KernelOrder, load_kernel
 from tokenspeed.runner.compile_folder import END, POLL_S, Compiled, Target, names, publish, target
 
+NICENESS = 10
+"""With as many workers as cores, the engine, which lists the kernels, would have to share one."""
 HAS_LAUNCHERS = hasattr(nvidia, "make_launcher")
 """Up to 3.6 Triton launches kernels through a C module for each signature, which it compiles as well."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -44,6 +46,7 @@ def main() -> int:
     _die_with_parent()
     if os.getppid() != parent:
         return 1  # it has ended already
+    os.nice(NICENESS)
     _prepare()
     compiles_for = _target(folder)
     if compiles_for is None:
