@@ -318,6 +318,43 @@ def test_arguments_of_a_forced_call_are_an_object(parameters: dict):
         assert not takes(grammar, f'[{{"name":"f","parameters":{value}}}]')
 
 
+INT = {"type": "integer"}
+LOOSE: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    ({"properties": {"n": {**INT, "multipleOf": 7, "minimum": 3}}}, [{"n": 4}, {}], [{"n": 2}, {"m": 4}, {"n": "x"}]),
+    ({"properties": {"l": {"type": "array", "items": INT, "uniqueItems": True}}}, [{"l": [1, 1]}], [{"l": ["x"]}]),
+    ({"properties": {"n": {"not": {"const": 3}}}, "required": ["n"]}, [{"n": 3}, {"n": "x"}], [{}, {"m": 1}]),
+    ({"properties": {"n": {"oneOf": [INT, {"type": "number"}]}}}, [{"n": 1}], [{"n": "x"}]),
+    ({"properties": {"n": INT, "m": INT}, "not": {"required": ["n", "m"]}}, [{"n": 1, "m": 1}], [{"n": "x"}]),
+    ({"properties": {"n": INT}, "dependentRequired": {"n": ["m"]}}, [{"n": 1}], [{"n": "x"}]),
+    ({"properties": {"s": {"type": "string", "pattern": "(?=a)b"}}}, [{"s": "c"}], [{"s": 1}]),
+    ({"properties": {"s": {"$ref": "https://a.example/s"}, "n": INT}}, [{"s": [1], "n": 1}], [{"n": "x"}]),
+    # Nothing but names and types can be held.
+    ({"properties": {"ab": INT}, "required": ["ab"], "patternProperties": {"^a": {}}}, [{"ab": 1}], [{"ab": "x"}, {}]),
+    ({"patternProperties": {"^a": {}, "^b": {}}}, [{"c": 1}, {}], [1]),
+    ({"properties": {f"p{place}": {} for place in range(300)}}, [{"p1": 1}], []),
+]
+
+
+@pytest.mark.parametrize(("parameters", "good", "bad"), LOOSE, ids=[json.dumps(one[0])[:50] for one in LOOSE])
+def test_a_forced_tool_without_strict_is_held_as_far_as_that_goes(parameters: dict, good: list, bad: list):
+    """The bug: one tool with one keyword that cannot be held made the whole request a 400."""
+    parameters = {"type": "object", **parameters}
+    grammar = compiled(byte_backend("xgrammar"), "json_schema", forced(parameters))
+    for value in good:
+        assert takes(grammar, f'[{{"name":"f","parameters":{json.dumps(value, separators=(",", ":"))}}}]'), value
+    for value in bad:
+        assert not takes(grammar, f'[{{"name":"f","parameters":{json.dumps(value, separators=(",", ":"))}}}]'), value
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with pytest.raises(InvalidRequest, match="parameters of the tool 'f'"):
+        tool_choice_schema([tool], "f", False, {"f"})
+
+
+@pytest.mark.parametrize("parameters", [{"properties": []}, {"properties": {"a": 3}}])
+def test_parameters_that_are_no_schema_are_refused(parameters: dict):
+    with pytest.raises(InvalidRequest, match="parameters of the tool 'f'"):
+        forced(parameters)
+
+
 @pytest.mark.parametrize("kind", ["boolean", ["string", "null"], "objct"])
 def test_parameters_of_another_type_are_refused(kind: object):
     with pytest.raises(InvalidRequest, match=r"f: parameters\.type is"):

@@ -64,7 +64,7 @@ async def test_count_tokens_counts_how_the_prompt_ends(engine: FakeClient, parse
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"name": "f", "input_schema": {"not": {}}}], "tool_choice": {"type": "any"}},
+        {"tools": [{"name": "f", "input_schema": {"not": {}}, "strict": True}], "tool_choice": {"type": "any"}},
         {"tools": [{"name": "f", "input_schema": {"not": {}}, "strict": True}]},
         {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
     ],

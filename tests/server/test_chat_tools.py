@@ -239,6 +239,25 @@ async def test_a_forced_call_of_a_tool_without_parameters_has_none():
     assert is_open == [False] * 9 + [True, False], "only an object of unsaid properties is open"
 
 
+async def test_a_forced_tool_is_refused_for_a_keyword_only_when_it_is_strict():
+    """The bug: one tool with one keyword that cannot be held made the whole request a 400."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 7}}}
+    engine = ScriptedClient('[{"name": "f", "parameters": {"n": 8}}]')
+    async with serving(engine, reasoning_parser="passthrough") as http:
+        for strict in (None, False, True):
+            tool = {"name": "f", "parameters": schema, "strict": strict}
+            chat_tools, flat = [{"type": "function", "function": tool}], [{"type": "function", **tool}]
+            own = [{"name": "f", "input_schema": schema, **({} if strict is None else {"strict": strict})}]
+            for path, body in (
+                (URL, chat(tools=chat_tools, tool_choice="required")),
+                ("/v1/responses", {"input": "hi", "tools": flat, "tool_choice": "required"}),
+                ("/v1/messages", chat(max_tokens=99, tools=own, tool_choice={"type": "any"})),
+            ):
+                response = await http.post(path, json=body)
+                assert response.status_code == (400 if strict else 200), (path, response.text)
+                assert not strict or "keyword multipleOf" in response.text
+
+
 async def test_a_forced_call_that_is_cut_is_no_content():
     """The bug: a forced call that max_tokens cut before its name, or before its arguments, was answered as content:
     `[{"na`. However it is cut, there is no content, and the finish reason is the engine's."""
@@ -420,7 +439,11 @@ async def test_auto_needs_a_known_format():
                 "tools": [
                     {
                         "type": "function",
-                        "function": {"name": "f", "parameters": {"properties": {"a": {"not": {"type": "null"}}}}},
+                        "function": {
+                            "name": "f",
+                            "parameters": {"properties": {"a": {"not": {"type": "null"}}}},
+                            "strict": True,
+                        },
                     }
                 ],
                 "tool_choice": "required",

@@ -120,7 +120,7 @@ class _Rewriter:
             return {} if node else False
         if not isinstance(node, dict):
             raise GrammarError(f"{where}: a schema is an object or a boolean, not {type(node).__name__}")
-        if _is_never(node):
+        if is_never(node):
             return False
         _check_keywords(node, where)
         node = {key: value for key, value in node.items() if key in _KNOWN}
@@ -407,7 +407,7 @@ class _Rewriter:
 # ---- rules without references ---------------------------------------------------------------------------------------
 
 
-def _is_never(node: Schema) -> bool:
+def is_never(node: Schema) -> bool:
     """`{"not": {}}`, a common spelling of false."""
     return set(node) - ANNOTATIONS == {"not"} and node["not"] in ({}, True)
 

@@ -51,17 +51,17 @@ FAMILIES = {
     "array": ARRAY_KEYWORDS,
     "object": OBJECT_KEYWORDS,
 }
-_TYPES = frozenset(("string", "number", "integer", "array", "object", "boolean", "null"))
+TYPES = frozenset(("string", "number", "integer", "array", "object", "boolean", "null"))
 
 
 def types_of(node: Schema, where: str) -> list[str] | None:
     """The types a value may have. Without `type`, that of its keywords: a part of what is valid. None: any."""
     if "type" in node:
         types = type_names(node["type"])
-        unknown = [name for name in types if name not in _TYPES]
+        unknown = [name for name in types if name not in TYPES]
         if unknown or not types:
             raise GrammarError(
-                f"{where}/type: {node['type']!r} is not a JSON type; they are {', '.join(sorted(_TYPES))}"
+                f"{where}/type: {node['type']!r} is not a JSON type; they are {', '.join(sorted(TYPES))}"
             )
         return list(dict.fromkeys(name for name in types if name != "integer" or "number" not in types))
     asked = [name for name in ("string", "number", "array", "object") if any(key in node for key in FAMILIES[name])]

@@ -5,12 +5,13 @@ writes in its own format by its own decision. No torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tokenspeed.grammar.forms import Form, either, json_form, optional, sequence, text_form
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.json_schema import rewrite_schema
+from tokenspeed.grammar.loose_schema import rewrite_what_can_be
 from tokenspeed.grammar.openings import calls_or_text
 from tokenspeed.grammar.tagged import tagged_arguments
 from tokenspeed.protocol.errors import InvalidRequest
@@ -24,6 +25,7 @@ def tool_choice_schema(
     tools: Sequence[dict[str, Any]],
     choice: str | None,
     parallel: bool,
+    strict: Collection[str] = (),
     starts_after: tuple[int, ...] | None = None,
 ) -> GrammarSpec:
     """What an answer of only calls has to obey.
@@ -32,6 +34,7 @@ def tool_choice_schema(
         tools: OpenAI's shape: `{"type": "function", "function": {"name", "parameters"}}`.
         choice: the name of the one tool to call (exactly once), or None = any of them ("required").
         parallel: with None: several calls are allowed.
+        strict: names of the tools whose schemas are held exactly, or refused. Of the others what can be held is.
         starts_after: see `GrammarSpec`.
 
     Raises:
@@ -43,7 +46,12 @@ def tool_choice_schema(
     if not functions:
         known = ", ".join(repr(tool["function"]["name"]) for tool in tools) or "none"
         raise InvalidRequest(f"tool_choice names {choice!r}, which is not among tools: {known}", param="tool_choice")
-    schema = _array_of_calls(functions, None, "parameters", several=choice is None and parallel)
+
+    def schema_of(function: dict[str, Any], root: str) -> dict[str, Any]:
+        is_strict = function["name"] in strict
+        return _parameters(function, root, rewrite_schema if is_strict else rewrite_what_can_be)
+
+    schema = _array_of_calls(functions, schema_of, "parameters", several=choice is None and parallel)
     return GrammarSpec(kind="json_schema", text=json.dumps(schema), starts_after=starts_after, param="tools")
 
 
@@ -162,26 +170,32 @@ def _cannot_hold(said: str) -> InvalidRequest:
 
 def _list_tag(tools: Sequence[dict[str, Any]], strict: Collection[str], begin: str, key: str, several: bool) -> Form:
     """All calls as one JSON array behind `begin`; see `CallMarks.list_key`."""
-    array = _array_of_calls([tool["function"] for tool in tools], strict, key, several)
+
+    def schema_of(function: dict[str, Any], root: str) -> dict[str, Any]:
+        return _parameters(function, root) if function["name"] in strict else rewrite_schema(ANY_OBJECT, "tools")
+
+    array = _array_of_calls([tool["function"] for tool in tools], schema_of, key, several)
     content = sequence(optional(text_form(" ")), json_form(array))
     return {"type": "tag", "begin": begin, "content": content, "end": ""}
 
 
 def _array_of_calls(
-    functions: Sequence[dict[str, Any]], strict: Collection[str] | None, key: str, several: bool
+    functions: Sequence[dict[str, Any]],
+    schema_of: Callable[[dict[str, Any], str], dict[str, Any]],
+    key: str,
+    several: bool,
 ) -> dict[str, Any]:
     """The schema of an array of calls.
 
     Args:
-        strict: names of the functions whose schemas count; None = all.
+        schema_of: (function, root) -> the rewritten schema of its arguments; see `rewrite_schema`.
         key: the member that holds the arguments.
     """
     definitions: dict[str, Any] = {}
     calls = []
     for place, function in enumerate(functions):
         root = f"#/$defs/tool{place}"
-        is_strict = strict is None or function["name"] in strict
-        definitions[f"tool{place}"] = _parameters(function, root) if is_strict else rewrite_schema(ANY_OBJECT, "tools")
+        definitions[f"tool{place}"] = schema_of(function, root)
         calls.append(
             {
                 "type": "object",
@@ -197,14 +211,18 @@ def _array_of_calls(
     return schema
 
 
-def _parameters(function: dict[str, Any], root: str = "#") -> dict[str, Any]:
+def _parameters(
+    function: dict[str, Any],
+    root: str = "#",
+    rewrite: Callable[[dict[str, Any], str, str], dict[str, Any]] = rewrite_schema,
+) -> dict[str, Any]:
     """The rewritten schema of a function's arguments. Each alone: references inside are read from its own root.
 
     Args:
         root: see `rewrite_schema`.
     """
     try:
-        return rewrite_schema(_object_only(function), "tools", root)
+        return rewrite(_object_only(function), "tools", root)
     except InvalidRequest as error:
         said = f"the parameters of the tool {function['name']!r}: {error.message}"
         raise InvalidRequest(said, param=error.param, code=error.code) from None

@@ -271,7 +271,7 @@ def _grammar(context: ServerContext, request: TurnRequest, offered: list[dict[st
     if mode == "required":
         if answer is not None and not request.yields_to_tools:
             raise _no_room(answer, mode)
-        return tool_choice_schema(offered, request.choice.name, request.parallel_tool_calls)
+        return tool_choice_schema(offered, request.choice.name, request.parallel_tool_calls, request.strict_tools)
     if not context.formats.knows_calls:
         raise InvalidRequest(
             "tools cannot be used with tool_choice 'auto': no format of tool calls is known for "

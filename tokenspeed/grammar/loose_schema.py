@@ -1,0 +1,104 @@
+"""Schemas that need not be held exactly: of a tool without `strict`, whose call is forced. No torch.
+
+What can be held is; the rest is left out, so that one keyword of one tool does not make the whole request unusable.
+Each step lets more through than the one before it: the schema as it is, without the keywords that cannot be held, the
+names of its properties with their types, any object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tokenspeed.grammar.interface import GrammarError
+from tokenspeed.grammar.json_schema import MAX_PROPERTIES, UNSUPPORTED, is_never, rewrite_schema
+from tokenspeed.grammar.patterns import check_pattern
+from tokenspeed.grammar.schema_merge import ANNOTATIONS, Schema
+from tokenspeed.grammar.schema_types import TYPES
+from tokenspeed.protocol.errors import InvalidRequest
+
+_MAX_DEPTH = 100
+_ONE = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+
+
+def rewrite_what_can_be(schema: Schema, param: str, root: str = "#") -> Schema:
+    """The schema of an object for the library; see `rewrite_schema`. Its value may be less bounded than it says.
+
+    Raises:
+        InvalidRequest: it is no schema.
+    """
+    try:
+        return rewrite_schema(schema, param, root)
+    except InvalidRequest as error:
+        refused = error
+    declared = schema.get("properties", {})
+    if not isinstance(declared, dict) or not all(isinstance(each, dict | bool) for each in declared.values()):
+        raise refused
+    for looser in _steps(schema, declared):
+        try:
+            return rewrite_schema(looser, param, root)
+        except InvalidRequest:
+            continue
+    return rewrite_schema({"type": "object"}, param, root)
+
+
+def _steps(schema: Schema, declared: Schema) -> Iterator[Schema]:
+    yield _without_what_cannot_be(schema, 0)
+    if declared and len(declared) <= MAX_PROPERTIES:
+        required = schema.get("required")
+        names = [name for name in required if name in declared] if isinstance(required, list) else []
+        properties = {name: _type_only(each) for name, each in declared.items()}
+        yield {"type": "object", "properties": properties, "required": names}
+
+
+def _without_what_cannot_be(node: Any, depth: int) -> Any:
+    """A schema without keywords that cannot be held. All that is valid for it stays so."""
+    if not isinstance(node, dict) or is_never(node) or depth > _MAX_DEPTH:
+        return node
+    reference = node.get("$ref")
+    if reference is not None and not (isinstance(reference, str) and (reference == "#" or reference[:2] == "#/")):
+        return {}
+    if "enum" in node or "const" in node:
+        return {key: value for key, value in node.items() if key in ("enum", "const", "type", *ANNOTATIONS)}
+    left_out = UNSUPPORTED.keys() | _cannot_be(node)
+    done = {key: value for key, value in node.items() if key not in left_out}
+    for key, value in list(done.items()):
+        if key in _LISTS and isinstance(value, list):
+            done[key] = [_without_what_cannot_be(each, depth + 1) for each in value]
+        elif key in _ONE:
+            done[key] = _without_what_cannot_be(value, depth + 1)
+        elif key in _NAMED and isinstance(value, dict):
+            done[key] = {name: _without_what_cannot_be(each, depth + 1) for name, each in value.items()}
+    if "oneOf" in done:
+        one_of = done.pop("oneOf")
+        done.setdefault("anyOf", one_of)
+    return done
+
+
+def _cannot_be(node: Schema) -> set[str]:
+    """Keywords that cannot be held beside the others."""
+    found = {"uniqueItems"}
+    if "properties" in node or "patternProperties" in node:
+        found.add("propertyNames")
+    found |= {key for key in ("unevaluatedItems", "unevaluatedProperties") if node.get(key) is not False}
+    if "pattern" in node and ({"minLength", "maxLength", "format"} & node.keys() or not _can_match(node["pattern"])):
+        found.add("pattern")
+    elif "format" in node and {"minLength", "maxLength"} & node.keys():
+        found.add("format")
+    return found
+
+
+def _can_match(pattern: Any) -> bool:
+    try:
+        check_pattern(pattern)
+    except (GrammarError, TypeError, AttributeError):
+        return False
+    return True
+
+
+def _type_only(schema: Schema | bool) -> Schema:
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    kinds = kind if isinstance(kind, list) else [kind]
+    return {"type": kind} if kinds and all(isinstance(each, str) and each in TYPES for each in kinds) else {}
