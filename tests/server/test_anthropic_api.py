@@ -125,6 +125,14 @@ async def test_streamed_and_whole_are_the_same(engine: FakeClient, reply: str, i
     assert parts == whole
 
 
+async def test_input_is_what_the_model_wrote(engine: FakeClient):
+    """The bug: a number beyond a float's range was null."""
+    engine.reply = CALLS.replace('"Oslo"', "[1e400, 12345678901234567890123]")
+    async with http_client(engine, **PARSERS) as http:
+        answer = await http.post(URL, json=body(tools=[WEATHER]))
+    assert '"input":{"city": [1e400, 12345678901234567890123]}' in answer.text
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_call_that_is_cut_is_no_call(engine: FakeClient, stream: bool):
     engine.reply = CALLS

@@ -98,4 +98,6 @@ def test_what_was_not_packed_is_not_unpacked(other: str):
 
 def test_json_objects():
     assert json_object('{"a": [1]}') == {"a": [1]}
-    assert all(json_object(text) is None for text in ("", "[1]", "{", '"a"', "[" * 100_000))
+    assert all(
+        json_object(text) is None for text in ("", "[1]", "{", '{"a": NaN}', '{"a": -Infinity}', '"a"', "[" * 100_000)
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from tokenspeed.text.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCallStart
 
@@ -126,9 +126,13 @@ class Blocks:
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that `text` spells, or None when it spells none."""
+    """The JSON object that `text` spells, or None when it spells none (NaN and Infinity are no JSON)."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(name)

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 CacheControl = dict[str, Any] | None
 
@@ -43,6 +44,14 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", kw_only=Tru
     cache_control: CacheControl | msgspec.UnsetType = msgspec.UNSET
 
 
+class AnsweredToolUse(msgspec.Struct, tag_field="type", tag="tool_use", kw_only=True):
+    """A call in an answer. `input` is what the model wrote: parsed and written again, 1e400 would be null."""
+
+    id: str
+    name: str
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
+
+
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", kw_only=True, forbid_unknown_fields=True):
     """What the tool gave. A result with `is_error` begins with "Error: " for the model."""
 
@@ -53,4 +62,4 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", kw_on
 
 
 InputBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
-OutputBlock = TextBlock | ThinkingBlock | ToolUseBlock
+OutputBlock = TextBlock | ThinkingBlock | AnsweredToolUse

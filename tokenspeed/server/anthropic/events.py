@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from tokenspeed.server.anthropic.blocks import OutputBlock, TextBlock, ThinkingBlock, ToolUseBlock
-from tokenspeed.server.blocks import Blocks, Closed, Grown, Opened, Step, json_object
+from tokenspeed.server.anthropic.blocks import AnsweredToolUse, OutputBlock, TextBlock, ThinkingBlock
+from tokenspeed.server.blocks import Blocks, Closed, Grown, Opened, Step
 from tokenspeed.server.carried import pack
 from tokenspeed.text.parsers.interface import Delta
 
@@ -157,7 +157,7 @@ class MessageWriter:
         """The last events."""
         steps = self._blocks.finish(cut=stop.stop_reason == "max_tokens")
         events = [event for step in steps for event in self._events(step)]
-        if stop.stop_reason == "tool_use" and not any(isinstance(block, ToolUseBlock) for block in self._content):
+        if stop.stop_reason == "tool_use" and not any(isinstance(block, AnsweredToolUse) for block in self._content):
             stop = StopDelta(stop_reason="end_turn")  # the arguments were JSON, but no object
         self.message = MessageObject(
             id=self._id,
@@ -186,9 +186,9 @@ class MessageWriter:
             self._content.append(TextBlock(text=step.text))
             return [stop]
         if step.kind == "call":
-            value = json_object(step.text) if step.whole else None
-            if value is not None:
-                self._content.append(ToolUseBlock(id=step.call_id, name=step.name, input=value))
+            if step.whole:
+                written = msgspec.Raw(step.text.encode())
+                self._content.append(AnsweredToolUse(id=step.call_id, name=step.name, input=written))
             return [stop]
         signature = pack(step.text) if self._omits_thinking else UNSIGNED
         self._content.append(ThinkingBlock(thinking="" if self._omits_thinking else step.text, signature=signature))
@@ -213,7 +213,7 @@ def _empty(step: Opened) -> OutputBlock:
         case "reasoning":
             return ThinkingBlock(thinking="")
         case "call":
-            return ToolUseBlock(id=step.call_id, name=step.name, input={})
+            return AnsweredToolUse(id=step.call_id, name=step.name, input=msgspec.Raw(b"{}"))
 
 
 def _delta(step: Grown) -> TextDelta | ThinkingDelta | InputJsonDelta:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
 import msgspec
 
 from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.server.blocks import json_object
 
 _OTHER_MEDIA = frozenset(
     {
@@ -161,11 +161,8 @@ def _text(content: str | list[TextPart | RefusalPart] | None) -> str:
 
 
 def _call_to_template(call: ToolCall, where: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+    arguments = json_object(call.function.arguments or "{}")
+    if arguments is None:
         where = f"{where}.function.arguments"
         raise InvalidRequest(f"{where} must be a JSON object written as a string", param=where)
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
