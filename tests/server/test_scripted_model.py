@@ -131,6 +131,17 @@ async def check_chat(client: openai.AsyncOpenAI, name: str, example: Example, ro
     assert without_ids(chunks[0]) == right
 
 
+def cuts(tokenizer: Tokenizer, example: Example) -> list[tuple[int, Example]]:
+    """The sample cut by the limit, with the limit: behind two thirds of it, and before nothing but its end."""
+    ids = tokenizer.encode(example.text, add_special_tokens=False).ids
+    texts = {room: tokenizer.decode(ids[:room], skip_special_tokens=False) for room in (len(ids) * 2 // 3, len(ids))}
+    return [
+        (room, replace(example, text=text, finish_reason="length"))
+        for room, text in texts.items()
+        if text and "\ufffd" not in text
+    ]
+
+
 ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -191,6 +202,78 @@ async def check_messages(
         await check_streamed(stream, right)
 
 
+def check_items(response: openai.types.responses.Response, right: Message) -> None:
+    """Every item is completed, but the last one of an answer that was cut, and a call that is no call."""
+    seen = Message()
+    for place, item in enumerate(response.output):
+        whole = right.finish_reason != "length" or place + 1 < len(response.output)
+        if item.type == "reasoning":
+            assert item.content is not None and item.summary == []
+            seen.reasoning += "".join(part.text for part in item.content)
+        elif item.type == "message":
+            assert all(part.type == "output_text" for part in item.content)
+            seen.content += "".join(part.text for part in item.content if part.type == "output_text")
+        else:
+            assert item.type == "function_call" and item.call_id
+            seen.calls.append(("", item.name, item.arguments))
+            whole = whole and is_object(item.arguments)
+        assert item.status == ("completed" if whole else "incomplete")
+    assert (seen.reasoning, seen.content, seen.calls) == (right.reasoning, right.content, right.calls)
+    was_cut = right.finish_reason == "length"
+    assert response.status == ("incomplete" if was_cut else "completed")
+    reason = response.incomplete_details and response.incomplete_details.reason
+    assert reason == ("max_output_tokens" if was_cut else None)
+
+
+def bare(output: list[Any]) -> list[dict[str, Any]]:
+    """Items without their ids."""
+    return [item.model_dump(exclude={"id", "call_id"}, exclude_unset=True) for item in output]
+
+
+DELTAS = ("response.reasoning_text.delta", "response.output_text.delta", "response.function_call_arguments.delta")
+
+
+async def check_typed(stream: openai.AsyncStream[Any], right: Message) -> openai.types.responses.Response:
+    """Numbered without a gap; an item's deltas are its text; done items are those of the last event's response."""
+    events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1]
+    assert last.type == ("response.incomplete" if right.finish_reason == "length" else "response.completed")
+    response: openai.types.responses.Response = last.response
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.model_dump() for item in done] == [item.model_dump() for item in response.output]
+    added = [event.item.id for event in events if event.type == "response.output_item.added"]
+    assert added == [item.id for item in response.output]
+    for place, item in enumerate(response.output):
+        mine = [event for event in events if event.type in DELTAS and event.output_index == place]
+        assert all(event.item_id == item.id and event.delta for event in mine)
+        text = item.arguments if item.type == "function_call" else "".join(part.text for part in item.content)
+        assert "".join(event.delta for event in mine) == text
+    return response
+
+
+async def check_responses(client: openai.AsyncOpenAI, name: str, example: Example, room: int, right: Message) -> None:
+    """Whole, streamed, and once more behind it, for the model says the same to the same name."""
+    tools = [
+        {"type": "function", "name": tool.name, "parameters": dict(tool.parameters), "strict": False}
+        for tool in offered(example)
+    ]
+    fields: dict[str, Any] = {"model": "tiny", "input": name, "temperature": 0, "max_output_tokens": room}
+    whole = await client.responses.create(tools=tools, **fields)
+    check_items(whole, right)
+    assert whole.usage and whole.usage.output_tokens == room
+    typed = await check_typed(await client.responses.create(tools=tools, stream=True, **fields), right)
+    check_items(typed, right)
+    assert bare(typed.output) == bare(whole.output)
+    again = await client.responses.create(tools=tools, previous_response_id=typed.id, **fields)
+    check_items(again, right)
+    assert again.previous_response_id == typed.id and bare(again.output) == bare(whole.output)
+    before = await client.responses.input_items.list(again.id, order="asc", limit=100)
+    assert [item.type for item in before.data] == ["message", *(item.type for item in whole.output), "message"]
+    kept = [item.id for item in before.data[1:-1]]
+    assert kept == [item.id for item in typed.output]
+
+
 @pytest.mark.parametrize(("reasoning", "tools"), [*PAIRS, *TOGETHER])
 async def test_samples(tmp_path: Path, reasoning: str, tools: str):
     said = samples(reasoning, tools)
@@ -200,3 +283,8 @@ async def test_samples(tmp_path: Path, reasoning: str, tools: str):
             room, right = max_tokens(tokenizer, example), in_one_piece(reasoning, tools, example)
             group.create_task(check_chat(clients.chat, name, example, room, right))
             group.create_task(check_messages(clients.messages, name, example, room, right))
+            group.create_task(check_responses(clients.chat, name, example, room, right))
+        name, example = next(((name, one) for name, one in said.items() if one.calls), next(iter(said.items())))
+        for room, cut in cuts(tokenizer, example):
+            right = in_one_piece(reasoning, tools, cut)
+            group.create_task(check_responses(clients.chat, name, cut, room, right))
