@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from functools import partial
 
@@ -29,11 +30,14 @@ from tokenspeed.runner.warm_up import checking_plans, warm_up_plans
 from tokenspeed.runner.weight_room import WeightRoom
 
 
-def build_cuda_runner(config: EngineConfig, workers: Workers | None = None) -> CudaModelRunner:
+def build_cuda_runner(
+    config: EngineConfig, workers: Workers | None = None, opening: threading.Thread | None = None
+) -> CudaModelRunner:
     """Build, load and size; nothing is recorded yet.
 
     Args:
         workers: to compile kernels, started before; they end here.
+        opening: of the GPU (`open_gpu`), ended before memory is measured.
     Raises:
         ConfigError: a choice that cannot run here, or no room for the weights, a step or one sequence.
         CheckpointError: weights that do not fit the model.
@@ -54,6 +58,8 @@ def build_cuda_runner(config: EngineConfig, workers: Workers | None = None) -> C
         with startup_phase("kernels.compile"):
             compile_report = job.wait(place_kernel)
         num_loaded = monitor.num_met
+    if opening is not None:
+        opening.join()
     with startup_phase("kv.build"):
         groups = _size(config, loaded)
         release()
