@@ -240,8 +240,9 @@ STRINGS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"format": "relative-json-pointer"}, ["0#", "1/a"], ["/a", "01"]),
     ({"minLength": 1}, ["a", "ab <b>\n\n"], [""]),
     ({"minLength": 2}, ["ab", "a\n"], ["a"]),
-    ({"maxLength": 2}, ["", "a", "é\n"], ["abc"]),
+    ({"maxLength": 3}, ["", "a", "é\n"], ["abcd"]),
     ({"minLength": 1, "maxLength": 2}, ["a", "\n"], ["", "abc"]),
+    ({"minLength": 2, "maxLength": 2}, ["ab", "\n\n"], ["a", "abc", "a\n\n"]),
     ({"maxLength": 0}, [""], ["a"]),
 ]
 

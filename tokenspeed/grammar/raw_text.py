@@ -53,20 +53,14 @@ def _counted(character: str, least: int, most: int, end: str, line: bool) -> For
     """So many characters, up to and with `end`.
 
     `end` in the same rule, and beginning with no such character, is what makes it quick to compile: measured with 49k
-    tokens, 0.04 s, against 1.7 with a line's end between. So where a string may be empty that is counted with it, which
-    only the longest one notices (0.6 s).
+    tokens 0.01 s a string, against 0.6 to 1.7 with a line's end between, which makes minutes of 24 tools. So a line's
+    end behind it is counted as its own: the string is never longer than it may be, and is not shorter either.
     """
-    behind, lines_end = json.dumps(end, ensure_ascii=False), json.dumps("\n" + end, ensure_ascii=False)
-    if not line:
-        root = f"character{{{least},{most}}} {behind}"
-    elif least:
-        root = f"character{{{least},{most}}} {lines_end}"
+    if line and least == most:
+        root = f"character{{{most}}} " if most else ""
+        root += json.dumps("\n" + end, ensure_ascii=False)
     else:
-        root = (
-            f"(character{{0,{most}}} {behind}) | (character{{{most}}} {lines_end})"
-            if most
-            else f"{behind} | {lines_end}"
-        )
+        root = f"character{{{least + (line and least > 0)},{most}}} {json.dumps(end, ensure_ascii=False)}"
     form = {"type": "grammar", "grammar": f"root ::= {root}\ncharacter ::= {character}"}
     return sequence(text_form("\n"), form) if line else form
 
