@@ -27,6 +27,7 @@ class FakeCompiler:
     """Compiles when the test says so."""
 
     kinds = ("regex",)
+    num_grammars, grammar_bytes = 2, 3000
 
     def __init__(self) -> None:
         self.futures: dict[str, Future] = {}
@@ -218,6 +219,7 @@ async def test_those_whose_grammar_compiles_count_as_waiting(start):
     assert (client.stats.num_running, client.stats.num_waiting) == (0, 0)
     runner.compiler.futures["slow"].set_result(object())
     await asyncio.wait_for(asyncio.gather(*waiting), 10)
+    assert (client.stats.num_grammars, client.stats.grammar_bytes) == (2, 3000)
     while client.stats.num_compiling:
         await asyncio.sleep(0.005)
 

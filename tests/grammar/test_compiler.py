@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 
 import pytest
 from grammar_support import BYTES, takes
 
+from tokenspeed.grammar import compiler as compiler_room
 from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.grammar.interface import GrammarError, GrammarOptions
 from tokenspeed.protocol.grammar import GrammarSpec
@@ -93,6 +95,68 @@ def test_the_cache_is_bounded_and_what_is_used_stays():
         assert small.compiled(regex("c")) is not None
     finally:
         small.close()
+
+
+def test_the_cache_is_bounded_by_bytes_and_told():
+    """Tools with limited strings take much memory: what is kept of them is what was used last, within the limit."""
+    probe = GrammarCompiler("xgrammar", lambda: BYTES, GrammarOptions(), timeout_s=10.0)
+    specs = [
+        GrammarSpec(
+            kind="json_schema",
+            text=json.dumps(
+                {
+                    "type": "object",
+                    "properties": {f"p{place}": {"type": "string", "maxLength": 50 + number} for place in range(8)},
+                }
+            ),
+        )
+        for number in range(4)
+    ]
+    try:
+        one = probe.submit(specs[0]).result(60)
+        assert probe.num_grammars == 1 and probe.grammar_bytes == one.num_bytes + len(specs[0].text)
+        each = probe.grammar_bytes
+    finally:
+        probe.close()
+    made = GrammarCompiler("xgrammar", lambda: BYTES, GrammarOptions(), timeout_s=10.0, cache_bytes=each * 5 // 2)
+    try:
+        assert (made.num_grammars, made.grammar_bytes) == (0, 0)
+        for spec in (*specs[:2], specs[0], specs[2]):
+            made.submit(spec).result(60)
+        assert [made.compiled(spec) is not None for spec in specs] == [True, False, True, False]
+        assert made.num_grammars == 2 and each < made.grammar_bytes <= each * 5 // 2
+        used = made.compiled(specs[0])
+        made.submit(specs[3]).result(60)
+        made.submit(specs[1]).result(60)
+        assert used is made.compiled(specs[0]) and made.num_grammars == 3, "one is in use, two are kept"
+        assert made.grammar_bytes > each * 5 // 2
+    finally:
+        made.close()
+
+
+def test_a_grammar_that_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """However full the cache is, a request keeps its grammar: so one alone is bounded, too."""
+    monkeypatch.setattr(compiler_room, "MAX_GRAMMAR_BYTES", 1)
+    made = GrammarCompiler("xgrammar", lambda: BYTES, GrammarOptions(), timeout_s=10.0)
+    try:
+        with pytest.raises(GrammarError, match="MiB of memory, the limit is 0 MiB; make it smaller"):
+            made.submit(regex("a")).result(60)
+        assert made.num_grammars == 0
+    finally:
+        made.close()
+
+
+def test_what_is_remembered_of_bad_grammars_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiler_room, "REFUSAL_BYTES", 300)
+    made = GrammarCompiler("xgrammar", lambda: BYTES, GrammarOptions(), timeout_s=10.0)
+    try:
+        for letter in "abc":
+            with pytest.raises(GrammarError):
+                made.submit(regex("(" + letter * 100)).result(60)
+        assert made.submit(regex("(" + "c" * 100)).done()
+        assert not made.submit(regex("(" + "a" * 100)).done()
+    finally:
+        made.close()
 
 
 def test_a_closed_compiler_fails_what_is_open():

@@ -75,6 +75,8 @@ async def test_engine_values(http: httpx.AsyncClient, engine: FakeClient):
             step_tokens=step_tokens,
             num_nan_aborted=4,
             num_compiling=7,
+            num_grammars=6,
+            grammar_bytes=5000,
         )
 
     engine.stats = stats([8, 1, 1])
@@ -82,6 +84,7 @@ async def test_engine_values(http: httpx.AsyncClient, engine: FakeClient):
         values = await read(http)
         assert (values["num_requests_running"], values["num_requests_waiting"]) == (3, 9)
         assert values["kv_cache_usage_perc"] == 0.25
+        assert (values["num_grammars"], values["grammar_memory_bytes"]) == (6, 5000)
         assert (values["num_preemptions_total"], values["num_nan_aborted_requests_total"]) == (5, 4)
         assert (values["iteration_tokens_total_count"], values["iteration_tokens_total_sum"]) == (3, 10)
     engine.stats = stats([2])

@@ -275,6 +275,7 @@ class EngineCore:
         list of steps, which the metrics must see whole: it is kept for the next `_take_snapshot`."""
         stats = self._scheduler.stats()
         stats.num_compiling = self._grammars.num_sequences
+        stats.num_grammars, stats.grammar_bytes = self._grammars.memory
         self._step_tokens += stats.step_tokens
         return stats
 

@@ -55,6 +55,11 @@ class GrammarGate:
         return bool(self._held)
 
     @property
+    def memory(self) -> tuple[int, int]:
+        """Compiled grammars in memory, and the bytes that they take."""
+        return (0, 0) if self._compiler is None else (self._compiler.num_grammars, self._compiler.grammar_bytes)
+
+    @property
     def num_sequences(self) -> int:
         """Sequences of the requests that wait here."""
         return sum(held.request.sampling.n for held in self._held.values())

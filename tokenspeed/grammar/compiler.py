@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 NUM_WORKERS = 2  # started when needed; about 250 MB each, most of it shared pages of libraries
 CACHE_BYTES = 256 << 20
-MAX_REFUSALS = 256  # grammars known to be bad, so that sending one again costs nothing
+MAX_GRAMMAR_BYTES = 256 << 20  # of one, which its request keeps however full the cache is
+REFUSAL_BYTES = 4 << 20  # of texts known to be bad, so that sending one again costs nothing
 _START_TIMEOUT_S = 60.0
 _GRACE_S = 10.0  # beyond its own alarm, then the whole worker is killed
 
@@ -46,7 +47,8 @@ class GrammarCompiler:
         backend: a name of `select.BACKENDS`.
         vocabulary: makes the vocabulary; called once, at the first grammar, on a thread of this object.
         timeout_s: what one compilation may take.
-        cache_bytes: of compiled grammars that no request uses.
+        cache_bytes: of compiled grammars that are kept for requests to come. The least recently used leave first; the
+            newest stays in any case. A grammar that a request uses lives until that ends.
     """
 
     def __init__(
@@ -69,7 +71,8 @@ class GrammarCompiler:
         self._kept: OrderedDict[_Key, CompiledGrammar] = OrderedDict()  # least recently used first
         self._kept_bytes = 0
         self._alive: WeakValueDictionary[_Key, CompiledGrammar] = WeakValueDictionary()
-        self._refused: OrderedDict[_Key, str] = OrderedDict()
+        self._refused: OrderedDict[_Key, str] = OrderedDict()  # least recently asked for first
+        self._refused_bytes = 0
         self._workers: dict[int, _Worker] = {}  # by thread
         self._is_closed = False
         self._threads = ThreadPoolExecutor(max_workers=NUM_WORKERS, thread_name_prefix="grammar")
@@ -78,6 +81,17 @@ class GrammarCompiler:
     def kinds(self) -> tuple[GrammarKind, ...]:
         """What the library can do."""
         return KINDS[self._name]
+
+    @property
+    def num_grammars(self) -> int:
+        """Grammars in this process's memory: those that are kept, and those that requests use."""
+        return len(self._alive)
+
+    @property
+    def grammar_bytes(self) -> int:
+        """What they take, roughly."""
+        with self._lock:
+            return sum(_bytes_of(key, compiled) for key, compiled in self._alive.items())
 
     def warm(self) -> None:
         """Open the library and start a worker now, in the background, so that no request waits for that. The worker,
@@ -134,12 +148,15 @@ class GrammarCompiler:
             if answer.error is not None:
                 raise GrammarError(answer.error)
             compiled = backend.load(answer.compiled)
+            if compiled.num_bytes > MAX_GRAMMAR_BYTES:
+                raise GrammarError(
+                    f"it takes {compiled.num_bytes >> 20} MiB of memory, the limit is {MAX_GRAMMAR_BYTES >> 20} MiB; "
+                    "make it smaller"
+                )
         except GrammarError as error:
             with self._lock:
                 del self._running[key]
-                self._refused[key] = str(error)
-                if len(self._refused) > MAX_REFUSALS:
-                    self._refused.popitem(last=False)
+                self._refuse(key, str(error))
             raise
         except BaseException:
             with self._lock:
@@ -184,11 +201,22 @@ class GrammarCompiler:
         """Newest in the cache; drop the oldest beyond the limit. The lock is held."""
         if key not in self._kept:
             self._kept[key] = compiled
-            self._kept_bytes += compiled.num_bytes
+            self._kept_bytes += _bytes_of(key, compiled)
         self._kept.move_to_end(key)
         while self._kept_bytes > self._cache_bytes and len(self._kept) > 1:
-            _, oldest = self._kept.popitem(last=False)
-            self._kept_bytes -= oldest.num_bytes
+            self._kept_bytes -= _bytes_of(*self._kept.popitem(last=False))
+
+    def _refuse(self, key: _Key, why: str) -> None:
+        """Remember a bad grammar; the lock is held."""
+        self._refused[key] = why
+        self._refused_bytes += len(key[1]) + len(why)
+        while self._refused_bytes > REFUSAL_BYTES and len(self._refused) > 1:
+            oldest, said = self._refused.popitem(last=False)
+            self._refused_bytes -= len(oldest[1]) + len(said)
+
+
+def _bytes_of(key: _Key, compiled: CompiledGrammar) -> int:
+    return compiled.num_bytes + len(key[1])
 
 
 class _Worker:

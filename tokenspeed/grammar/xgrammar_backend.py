@@ -169,12 +169,14 @@ class XGrammarCompiled:
         self, grammar: xgrammar.CompiledGrammar, eos_token_ids: tuple[int, ...], well_formed: WellFormed
     ) -> None:
         self._grammar = grammar
+        self._num_bytes = 4 * int(grammar.memory_size_bytes) // 3
         self._eos_token_ids = eos_token_ids
         self._well_formed = well_formed
 
     @property
     def num_bytes(self) -> int:
-        return int(self._grammar.memory_size_bytes)
+        """With what the allocator adds: measured, 12 grammars of 48 tools that said 58 MB took 77."""
+        return self._num_bytes
 
     def matcher(self) -> XGrammarMatcher:
         return XGrammarMatcher(xgrammar.GrammarMatcher(self._grammar), self._eos_token_ids, self._well_formed)

@@ -152,6 +152,8 @@ class EngineStats(msgspec.Struct, tag="stats", kw_only=True):
     step_tokens: list[int]  # tokens of each forward since the last snapshot
     num_nan_aborted: int = 0
     num_compiling: int = 0  # sequences that wait for their grammar, not in num_waiting
+    num_grammars: int = 0  # compiled ones in memory, kept or in use
+    grammar_bytes: int = 0  # what they take, roughly
 
 
 class KVGroup(msgspec.Struct, kw_only=True):

@@ -179,6 +179,8 @@ class _EngineCollector(Collector):
         )
         yield self._gauge("kv_cache_pages_total", "Pages of the KV pool.", stats.num_pages_total)
         yield self._gauge("kv_cache_pages_cached", "Pages only in the prefix index.", stats.num_pages_cached)
+        yield self._gauge("num_grammars", "Compiled grammars in memory, kept or in use.", stats.num_grammars)
+        yield self._gauge("grammar_memory_bytes", "What compiled grammars take, roughly.", stats.grammar_bytes)
         yield self._counter("num_preemptions", "Sequences preempted to free pages.", stats.num_preemptions)
         yield self._counter("num_nan_aborted_requests", "Requests ended by NaN logits.", stats.num_nan_aborted)
 
