@@ -13,7 +13,8 @@ from grammar_support import CASES
 from tokenspeed.grammar.json_schema import MAX_DEPTH, MAX_NODES, MAX_PROPERTIES, UNSUPPORTED
 from tokenspeed.grammar.json_schema import rewrite_schema as rewrite
 from tokenspeed.grammar.patterns import MAX_CHARS, MAX_COPIES
-from tokenspeed.grammar.schema_types import FORMATS, MAX_ENUM
+from tokenspeed.grammar.schema_types import FORMATS
+from tokenspeed.grammar.schema_values import MAX_ENUM
 from tokenspeed.protocol.errors import InvalidRequest
 
 PAGE = Path(__file__).parents[2] / "docs/serving/structured-output.md"

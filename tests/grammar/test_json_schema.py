@@ -11,7 +11,7 @@ from grammar_support import CASES, Case, byte_backend, compact, compiled, takes
 from tokenspeed.grammar import json_schema
 from tokenspeed.grammar.interface import GrammarError, GrammarOptions
 from tokenspeed.grammar.json_schema import rewrite_schema
-from tokenspeed.grammar.schema_types import MAX_ENUM
+from tokenspeed.grammar.schema_values import MAX_ENUM
 from tokenspeed.grammar.select import BACKENDS
 from tokenspeed.protocol.errors import InvalidRequest
 

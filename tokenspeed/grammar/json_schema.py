@@ -30,9 +30,9 @@ from tokenspeed.grammar.schema_types import (
     number_of,
     string_of,
     types_of,
-    values_of,
     whole,
 )
+from tokenspeed.grammar.schema_values import values_of
 from tokenspeed.protocol.errors import InvalidRequest
 
 MAX_SCHEMA_CHARS = 128 << 10
@@ -92,6 +92,7 @@ class _Rewriter:
         self._root = root
         self._names: dict[str, str] = {}  # pointer -> name in $defs
         self._pointers: dict[str, str] = {}  # the rewritten $ref -> pointer
+        self._anchors: dict[str, Schema] | None = None
         self._budget = Budget()
         self._targets: dict[str, Schema | EmptySchema] = {}  # pointer -> rewritten, or why nothing obeys it
         self._outer_depth = 0  # of the references that the schema under work is reached by
@@ -136,7 +137,7 @@ class _Rewriter:
         if "anyOf" in node or "oneOf" in node:
             return self._alternatives(node, where, depth)
         if "enum" in node or "const" in node:
-            return values_of(node, where)
+            return values_of(node, where, self._budget)
         return self._typed(node, where, depth)
 
     def _count_node(self) -> None:
@@ -147,8 +148,10 @@ class _Rewriter:
     # ---- references and combinations ------------------------------------------------------------------------------
 
     def _resolve(self, pointer: Any, where: str) -> Any:
-        if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
-            raise GrammarError(f"{where}/$ref: {pointer!r} is not inside this schema; only #/... can be followed")
+        if not isinstance(pointer, str) or not pointer.startswith("#"):
+            raise GrammarError(f"{where}/$ref: {pointer!r} is not inside this schema; only #... can be followed")
+        if pointer[1:] and pointer[1] != "/":
+            return self._anchor(pointer, where)
         node = self._schema
         for step in pointer.split("/")[1:]:
             step = unquote(step).replace("~1", "/").replace("~0", "~")
@@ -159,6 +162,14 @@ class _Rewriter:
             else:
                 raise GrammarError(f"{where}/$ref: there is no {pointer} in this schema")
         return node
+
+    def _anchor(self, pointer: str, where: str) -> Any:
+        """The schema that has this name as its `$anchor`."""
+        if self._anchors is None:
+            self._anchors = dict(_anchors(self._schema))
+        if unquote(pointer[1:]) not in self._anchors:
+            raise GrammarError(f"{where}/$ref: no schema inside this one has the $anchor {pointer[1:]!r}")
+        return self._anchors[unquote(pointer[1:])]
 
     def _reference(self, pointer: Any, where: str) -> str:
         target, seen = self._resolve(pointer, where), {pointer}
@@ -405,6 +416,19 @@ class _Rewriter:
 
 
 # ---- rules without references ---------------------------------------------------------------------------------------
+
+
+def _anchors(node: Any) -> Iterator[tuple[str, Schema]]:
+    """Names of schemas, the first of a name last."""
+    if isinstance(node, dict):
+        for key in reversed(node):
+            if key not in ("enum", "const", "default", "examples"):
+                yield from _anchors(node[key])
+        if isinstance(node.get("$anchor"), str):
+            yield node["$anchor"], node
+    elif isinstance(node, list):
+        for each in reversed(node):
+            yield from _anchors(each)
 
 
 def is_never(node: Schema) -> bool:

@@ -58,7 +58,7 @@ def _without_what_cannot_be(node: Any, depth: int) -> Any:
     if not isinstance(node, dict) or is_never(node) or depth > _MAX_DEPTH:
         return node
     reference = node.get("$ref")
-    if reference is not None and not (isinstance(reference, str) and (reference == "#" or reference[:2] == "#/")):
+    if reference is not None and not (isinstance(reference, str) and reference[:1] == "#"):
         return {}
     if "enum" in node or "const" in node:
         return {key: value for key, value in node.items() if key in ("enum", "const", "type", *ANNOTATIONS)}

@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import math
 from fractions import Fraction
-from typing import Any
 
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.patterns import check_pattern
-from tokenspeed.grammar.schema_merge import EmptySchema, Schema, same_json, type_names
+from tokenspeed.grammar.schema_merge import EmptySchema, Schema, type_names
 
-MAX_ENUM = 1000
 MAX_DECIMALS = 6  # of a number between bounds
 MAX_NUMBER = 2**63 - 1  # in bounds and lengths: what the libraries read numbers into
 
@@ -34,8 +32,15 @@ _DATE = (
 """Days that there are: RFC 3339, appendix C for leap years."""
 
 TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:(?:[0-5][0-9]|60)(?:\.[0-9]+)?(?:Z|[+\-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_CALENDAR = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{TIME}$"}
+CALENDAR = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{TIME}$"}
 """Formats of which xgrammar knows only the shape: it takes 31 days for any month. As patterns both libraries obey."""
+
+_FORMAT_LENGTHS = {
+    "date": (10, 10), "uuid": (36, 36), "ipv4": (7, 15), "ipv6": (2, 45), "date-time": (20, math.inf),
+    "time": (9, math.inf), "duration": (3, math.inf), "email": (3, math.inf), "hostname": (1, math.inf),
+    "uri": (2, math.inf),
+}  # fmt: skip
+"""The least and the most characters that a string of a format has. inf: no most that the libraries keep."""
 
 STRING_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
 NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -70,44 +75,11 @@ def types_of(node: Schema, where: str) -> list[str] | None:
     return asked or None
 
 
-def values_of(node: Schema, where: str) -> Any:
-    """An enum or a const, as the enum of the values that fit the type; False when none does."""
-    values = node.get("enum", [node.get("const")])
-    if not isinstance(values, list) or not values:
-        raise GrammarError(f"{where}/enum: a list of values is expected")
-    if len(values) > MAX_ENUM:
-        raise GrammarError(f"{where}/enum: {len(values)} values, the limit is {MAX_ENUM}")
-    for value in values:
-        if isinstance(value, int) and abs(value) > MAX_NUMBER:
-            raise GrammarError(f"{where}/enum: {str(value)[:40]}... is beyond {MAX_NUMBER}; write it as a string")
-    if "enum" in node and "const" in node:
-        values = [value for value in values if same_json(value, node["const"])]
-    others = [key for key in node if key not in ("enum", "const", "type")]
-    if others:
-        raise GrammarError(f"{where}/{others[0]}: not beside enum or const; list only the values that fit")
-    if "type" in node:
-        types = types_of(node, where) or []
-        values = [value for value in values if any(_has_type(value, name) for name in types)]
-    return {"enum": values} if values else False
-
-
-def _has_type(value: Any, name: str) -> bool:
-    match name:
-        case "null":
-            return value is None
-        case "boolean":
-            return isinstance(value, bool)
-        case "integer":
-            return not isinstance(value, bool) and isinstance(value, int | float) and float(value).is_integer()
-        case "number":
-            return not isinstance(value, bool) and isinstance(value, int | float)
-    return isinstance(value, {"string": str, "array": list, "object": dict}[name])
-
-
 def string_of(own: Schema, where: str) -> Schema:
     """The keywords of a string."""
     if own.get("format") not in FORMATS:
         own.pop("format", None)
+    _drop_lengths_of_format(own, where)
     lengths = [key for key in ("minLength", "maxLength") if key in own]
     for key in ("pattern", "format"):
         if key in own and (lengths or (key == "pattern" and "format" in own)):
@@ -118,10 +90,25 @@ def string_of(own: Schema, where: str) -> Schema:
             own["pattern"] = whole(own["pattern"])
         except GrammarError as error:
             raise GrammarError(f"{where}/pattern: {error}") from None
-    if own.get("format") in _CALENDAR:
-        own["pattern"] = _CALENDAR[own.pop("format")]
+    if own.get("format") in CALENDAR:
+        own["pattern"] = CALENDAR[own.pop("format")]
     check_order(own, "minLength", "maxLength", where)
     return own
+
+
+def _drop_lengths_of_format(own: Schema, where: str) -> None:
+    """Lengths that a format has anyway say nothing; others leave none of it."""
+    if own.get("format") not in _FORMAT_LENGTHS:
+        return
+    check_order(own, "minLength", "maxLength", where)
+    least, most = _FORMAT_LENGTHS[own["format"]]
+    low, high = own.get("minLength", 0), own.get("maxLength", most)
+    if high < least or low > most:
+        raise EmptySchema(f"{where}: no {own['format']} has a length between {low} and {high}")
+    if low <= least:
+        own.pop("minLength", None)
+    if high >= most:
+        own.pop("maxLength", None)
 
 
 def whole(pattern: str) -> str:

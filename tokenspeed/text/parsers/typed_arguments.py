@@ -132,7 +132,7 @@ def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> Kinds:
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
     """A JSON pointer into the tool's own schema; None for anything else."""
-    if not reference.startswith("#"):
+    if reference != "#" and not reference.startswith("#/"):
         return None
     node: Any = root
     for part in reference[1:].split("/")[1:]:

@@ -1,0 +1,78 @@
+"""An enum or a const beside other keywords: the values that obey them all. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenspeed.grammar.budget import Budget
+from tokenspeed.grammar.format_patterns import FORMAT_PATTERNS
+from tokenspeed.grammar.interface import GrammarError
+from tokenspeed.grammar.name_pattern import NamePattern
+from tokenspeed.grammar.schema_merge import Schema, same_json
+from tokenspeed.grammar.schema_types import CALENDAR, FAMILIES, FORMATS, MAX_NUMBER, types_of
+
+MAX_ENUM = 1000
+
+
+def values_of(node: Schema, where: str, budget: Budget) -> Any:
+    """An enum or a const, as the enum of the values that fit the type and the other keywords; False when none does."""
+    values = node.get("enum", [node.get("const")])
+    if not isinstance(values, list) or not values:
+        raise GrammarError(f"{where}/enum: a list of values is expected")
+    if len(values) > MAX_ENUM:
+        raise GrammarError(f"{where}/enum: {len(values)} values, the limit is {MAX_ENUM}")
+    for value in values:
+        if isinstance(value, int) and abs(value) > MAX_NUMBER:
+            raise GrammarError(f"{where}/enum: {str(value)[:40]}... is beyond {MAX_NUMBER}; write it as a string")
+    if "enum" in node and "const" in node:
+        values = [value for value in values if same_json(value, node["const"])]
+    for key in node:
+        if key not in ("enum", "const", "type"):
+            values = [value for value in values if _obeys(value, key, node[key], where, budget)]
+    if "type" in node:
+        types = types_of(node, where) or []
+        values = [value for value in values if any(_has_type(value, name) for name in types)]
+    return {"enum": values} if values else False
+
+
+def _obeys(value: Any, key: str, said: Any, where: str, budget: Budget) -> bool:
+    """Whether a value obeys one keyword. One for another type says nothing about it.
+
+    Raises:
+        GrammarError: that is not looked into.
+    """
+    family = next(name for name, keywords in FAMILIES.items() if key in keywords)
+    if not _has_type(value, family):
+        return True
+    match key:
+        case "minLength":
+            return len(value) >= int(said)
+        case "maxLength":
+            return len(value) <= int(said)
+        case "pattern":
+            return NamePattern(said, budget).is_in(value)
+        case "format":
+            pattern = CALENDAR.get(said) or f"^(?:{FORMAT_PATTERNS[said]})$" if said in FORMATS else ""
+            return NamePattern(pattern, budget).is_in(value) if pattern else True
+        case "minimum":
+            return bool(value >= said)
+        case "maximum":
+            return bool(value <= said)
+        case "exclusiveMinimum":
+            return bool(value > said)
+        case "exclusiveMaximum":
+            return bool(value < said)
+    raise GrammarError(f"{where}/{key}: not beside an enum or const of such values; list only the values that fit")
+
+
+def _has_type(value: Any, name: str) -> bool:
+    match name:
+        case "null":
+            return value is None
+        case "boolean":
+            return isinstance(value, bool)
+        case "integer":
+            return not isinstance(value, bool) and isinstance(value, int | float) and float(value).is_integer()
+        case "number":
+            return not isinstance(value, bool) and isinstance(value, int | float)
+    return isinstance(value, {"string": str, "array": list, "object": dict}[name])
