@@ -7,6 +7,7 @@ kernels are listed (`twin`).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import logging
@@ -196,7 +197,8 @@ def _key(config: EngineConfig) -> str:
     deciding = [msgspec.to_builtins(getattr(order, name)) for name in DECIDING_FIELDS]
     digest = hashlib.sha256(msgspec.json.encode([_shape(order.model), *deciding]))
     for package in ("torch", "triton"):
-        digest.update(f"{package} {importlib.metadata.version(package)}".encode())
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # Triton has other names for other GPUs
+            digest.update(f"{package} {importlib.metadata.version(package)}".encode())
     for path in _deciding_files():
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
