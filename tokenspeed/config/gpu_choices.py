@@ -13,12 +13,14 @@ MIN_CAPABILITY = (8, 0)
 FINE_PREFILL_TOKENS = 512
 MAX_PREFILL_TOKENS = 1024
 """Above so many prompt tokens the GPU needs longer for a step than the host to launch it; recorded sizes lie 64 apart
-up to the first number, 128 from there on. H200, ms for a prompt of so many tokens, recorded / launched:
-                  512           1024
-    gpt-oss-20b   12.7 / 18.4   21.7 / 24.9
-    Qwen3-8B      12.0 / 26.6   24.7 / 25.7
-Launching takes the host 14 to 22 ms at any length. A token of padding costs the GPU 18 or 25 us at most, less where
-the products' tiles of 128 have room for it. One more size is recorded in 0.04 s and keeps 0 to 40 MiB.
+up to the first number, 128 from there on. H200, ms for a prompt of so many tokens: recorded / launched as Triton does /
+by `QuickLaunch`, at 512 of every kernel, at 1024 of all but the experts':
+                  512                  1024
+    gpt-oss-20b   12.7 / 18.4 / 13.8   21.7 / 24.9 / 22.5
+    Qwen3-8B      12.0 / 26.6 / 13.7   24.7 / 25.7 / 24.4
+Launching takes the host 10 to 16 ms of it at any length, and the 21 ms of gpt-oss-20b were before its experts took
+float16 tensor cores. A token of padding costs the GPU 18 or 25 us at most, less where the products' tiles of 128 have
+room for it. One more size is recorded in 0.04 s and keeps 0 to 40 MiB.
 """
 MAX_GRAPH_ROWS = 512
 """Above so many rows a step is bound by arithmetic, and launches no longer show."""

@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenspeed.kernels.triton.launch import QuickLaunch, ceil_div, power_of_2
 from tokenspeed.kernels.triton.prefetch import prefetch_l2
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -336,6 +337,9 @@ def _decode_kernel(
         tl.store(out_where, (result * share[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
+_decode = QuickLaunch(_decode_kernel)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
     """Choices of one launch.
@@ -375,8 +379,8 @@ def decode_constants(
 ) -> dict[str, object]:
     """What the kernel is compiled for; keys [pages, page_size, Hk, D]."""
     _, page_size, num_kv_heads, head_dim = keys.shape
-    group_p = triton.next_power_of_2(num_heads // num_kv_heads)
-    block_d = triton.next_power_of_2(head_dim)
+    group_p = power_of_2(num_heads // num_kv_heads)
+    block_d = power_of_2(head_dim)
     room = MERGE_REGISTERS * 32 * tile.num_warps // (group_p * block_d)
     return {
         "logit_cap": logit_cap or 0.0,
@@ -394,7 +398,7 @@ def decode_constants(
         "LEAST_BLOCKS": tile.least_blocks,
         "EARLY": tile.early,
         "AHEAD": tile.ahead,
-        "MERGE": max(1, min(tile.merge, room, triton.next_power_of_2(tile.num_splits))),
+        "MERGE": max(1, min(tile.merge, room, power_of_2(tile.num_splits))),
         "PDL": pdl,
     }
 
@@ -427,7 +431,7 @@ def decode_attention(
     num_requests, num_heads, head_dim = q.shape
     out = q.new_empty(num_requests, num_heads * head_dim)
     partials, stats, counters = workspace
-    _decode_kernel[(num_requests, keys.shape[2], tile.num_splits)](
+    _decode[(num_requests, keys.shape[2], tile.num_splits)](
         q,
         keys,
         values,
@@ -488,8 +492,8 @@ def choose_decode_tile(num_rows: int, head_dim: int, window: int | None) -> Deco
     """How `num_rows` (request, kv head) pairs are shared out. A short window is one piece of work, of a block or two,
     whatever the context; its loads are not pipelined, there is nothing to overlap them with."""
     if window is not None and window <= SHORT_WINDOW:
-        most = max(16, SHORT_WINDOW_TILE_BYTES // triton.next_power_of_2(head_dim))
-        block_t = min(most, max(16, triton.next_power_of_2(window)))
+        most = max(16, SHORT_WINDOW_TILE_BYTES // power_of_2(head_dim))
+        block_t = min(most, max(16, power_of_2(window)))
         if window > block_t:
             return DecodeTile(1, block_t, 4, 2)
         return DecodeTile(1, block_t, 4, 1, early=int(num_rows <= MOST_EARLY_WINDOWS))
@@ -498,7 +502,7 @@ def choose_decode_tile(num_rows: int, head_dim: int, window: int | None) -> Deco
     if head_dim > WIDEST_EARLY_HEAD:
         tile = replace(tile, early=0, ahead=0)
     if window is not None:
-        tile = replace(tile, num_splits=min(tile.num_splits, triton.cdiv(window, tile.block_t)))
+        tile = replace(tile, num_splits=min(tile.num_splits, ceil_div(window, tile.block_t)))
     return tile
 
 
@@ -506,10 +510,10 @@ def decode_workspace(
     num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, num_splits: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scratch for `decode_attention`; counters must be zero at the first call and are zero after each."""
-    block_h = max(16, triton.next_power_of_2(num_heads // num_kv_heads))
+    block_h = max(16, power_of_2(num_heads // num_kv_heads))
     rows = num_requests * num_kv_heads * num_splits
     return (
-        torch.empty(rows * block_h * triton.next_power_of_2(head_dim), dtype=torch.float32, device=device),
+        torch.empty(rows * block_h * power_of_2(head_dim), dtype=torch.float32, device=device),
         torch.empty(rows * 2 * block_h, dtype=torch.float32, device=device),
         torch.zeros(num_requests * num_kv_heads, dtype=torch.int32, device=device),
     )

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenspeed.kernels.triton.launch import QuickLaunch, ceil_div, power_of_2
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -44,14 +46,17 @@ def _rms_norm_kernel(
     tl.store(y_ptr + row * H + cols, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=inside)
 
 
+_rms_norm = QuickLaunch(_rms_norm_kernel)
+
+
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, pdl: bool = True
 ) -> torch.Tensor:
     """x [T, H] contiguous -> the norm, new [T, H]. With a residual [T, H]: residual += x in place, norm of the sum."""
     out = torch.empty_like(x)
     width = x.shape[1]
-    block = triton.next_power_of_2(width)
-    _rms_norm_kernel[(x.shape[0],)](
+    block = power_of_2(width)
+    _rms_norm[(x.shape[0],)](
         x,
         residual,
         weight,
@@ -142,6 +147,9 @@ def _rope_cache_kernel(
     tl.store(v_row + HALF, x2.to(values_ptr.dtype.element_ty), mask=mask & is_value[:, None])
 
 
+_rope_cache = QuickLaunch(_rope_cache_kernel)
+
+
 def qkv_rope_cache(
     qkv: torch.Tensor,
     positions: torch.Tensor,
@@ -161,8 +169,8 @@ def qkv_rope_cache(
     _, _, num_kv_heads, head_dim = keys.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     total = num_heads + 2 * num_kv_heads
-    block_h = 4 if num_tokens < 64 else min(16, triton.next_power_of_2(total))
-    _rope_cache_kernel[(num_tokens, triton.cdiv(total, block_h))](
+    block_h = 4 if num_tokens < 64 else min(16, power_of_2(total))
+    _rope_cache[(num_tokens, ceil_div(total, block_h))](
         qkv,
         positions,
         cos_sin,
@@ -179,7 +187,7 @@ def qkv_rope_cache(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         HALF=head_dim // 2,
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_HALF=power_of_2(head_dim // 2),
         BLOCK_H=block_h,
         TO_E4M3=keys.dtype == torch.float8_e4m3fn,
         PDL=pdl,
@@ -202,12 +210,13 @@ def _silu_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(y_ptr + row * width + cols, (gate * tl.sigmoid(gate) * up).to(y_ptr.dtype.element_ty), mask=inside)
 
 
+_silu = QuickLaunch(_silu_kernel)
+
+
 def silu_and_mul(gate_up: torch.Tensor, pdl: bool = True) -> torch.Tensor:
     """gate_up [T, 2 I] -> [T, I]."""
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, width)
     block = 1024
-    _silu_kernel[(num_tokens, triton.cdiv(width, block))](
-        gate_up, out, width, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
-    )
+    _silu[(num_tokens, ceil_div(width, block))](gate_up, out, width, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl)
     return out

@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenspeed.kernels.triton.launch import QuickLaunch, ceil_div, power_of_2
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -157,6 +159,9 @@ def _prefill_kernel(
     tl.store(out_ptr + out_where, (acc * (out_scale / total)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+_prefill = QuickLaunch(_prefill_kernel)
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillTile:
     """Choices of one launch: queries and keys that a program takes at once."""
@@ -204,8 +209,8 @@ def prefill_attention(
     _, page_size, num_kv_heads, _ = keys.shape
     shape = (num_tokens, num_heads * head_dim)
     out = q.new_zeros(shape) if is_padded else q.new_empty(shape)
-    grid = (triton.cdiv(max_query_len, tile.block_q), num_heads, seq_lens.shape[0])
-    _prefill_kernel[grid](
+    grid = (ceil_div(max_query_len, tile.block_q), num_heads, seq_lens.shape[0])
+    _prefill[grid](
         q,
         keys,
         values,
@@ -224,7 +229,7 @@ def prefill_attention(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=power_of_2(head_dim),
         PAGE_SIZE=page_size,
         BLOCK_Q=tile.block_q,
         BLOCK_T=tile.block_t,

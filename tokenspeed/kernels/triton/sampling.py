@@ -27,6 +27,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed.kernels.slot_ops import SlotSampling
+from tokenspeed.kernels.triton.launch import QuickLaunch, ceil_div, power_of_2
 
 CHUNK = 4096
 """Logits that a program looks at."""
@@ -506,11 +507,15 @@ def _masked_kernel(logits_ptr, rows_ptr, masks_ptr, out_ptr, V: tl.constexpr, CH
     tl.store(out_ptr + place * V + cols, tl.where(keep, x, float("-inf")), mask=inside)
 
 
+_survey, _weigh, _gather = QuickLaunch(_survey_kernel), QuickLaunch(_weigh_kernel), QuickLaunch(_gather_kernel)
+_choose, _masked = QuickLaunch(_choose_kernel), QuickLaunch(_masked_kernel)
+
+
 def masked_rows(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
     """See `slot_ops.MaskedRows`."""
     vocab = logits.shape[1]
     out = logits.new_empty(len(rows), vocab)
-    _masked_kernel[(len(rows), triton.cdiv(vocab, CHUNK))](logits, rows, masks, out, V=vocab, CHUNK=CHUNK, num_warps=8)
+    _masked[(len(rows), ceil_div(vocab, CHUNK))](logits, rows, masks, out, V=vocab, CHUNK=CHUNK, num_warps=8)
     return out
 
 
@@ -528,7 +533,7 @@ def sample_rows(
         pdl: programmatic dependent launch (compute capability 9.0 and later).
     """
     num_rows, vocab = logits.shape
-    num_chunks = triton.cdiv(vocab, CHUNK)
+    num_chunks = ceil_div(vocab, CHUNK)
     num_groups = num_chunks * (CHUNK // GROUP)
 
     def room(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -542,23 +547,23 @@ def sample_rows(
     filters = (sampling.temperature, sampling.top_p, sampling.min_p, sampling.top_k)
     seeds, places = sampling.seed, (slots, positions)
     shares = (num_rows, min(num_chunks, max(1, PROGRAMS // num_rows)))
-    blocks = {"NUM_CHUNKS": num_chunks, "BLOCK_CHUNKS": triton.next_power_of_2(num_chunks), "NUM_GROUPS": num_groups}
+    blocks = {"NUM_CHUNKS": num_chunks, "BLOCK_CHUNKS": power_of_2(num_chunks), "NUM_GROUPS": num_groups}
     launch = {"V": vocab, "PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
-    _survey_kernel[(num_rows, num_chunks)](
+    _survey[(num_rows, num_chunks)](
         logits, *places, *filters, seeds, values, indices, peaks, maxima, masses, listed,
         CHUNK=CHUNK, GROUPS=CHUNK // GROUP, BUCKETS=BUCKETS, maxnreg=80, **launch,
     )  # fmt: skip
-    _weigh_kernel[shares](
+    _weigh[shares](
         logits, slots, *filters, peaks, maxima, masses, floor,
-        PIECE=PIECE, BLOCK_GROUPS=triton.next_power_of_2(num_groups), BUCKETS=BUCKETS, PER_T=BUCKETS_PER_T, SCALE=MASS,
+        PIECE=PIECE, BLOCK_GROUPS=power_of_2(num_groups), BUCKETS=BUCKETS, PER_T=BUCKETS_PER_T, SCALE=MASS,
         **blocks, **launch,
     )  # fmt: skip
-    _gather_kernel[shares](
+    _gather[shares](
         logits, *places, *filters, seeds, peaks, masses, floor, values, indices, listed, need, listed_x, listed_ids,
         PIECE=PIECE, BUCKETS=BUCKETS, PER_T=BUCKETS_PER_T, LISTED=LISTED, maxnreg=128,
         **blocks, **launch,
     )  # fmt: skip
-    _choose_kernel[(num_rows,)](
+    _choose[(num_rows,)](
         logits, *places, *filters, seeds, peaks, values, indices, listed, need, listed_x, listed_ids,
         out, token_ids, token_ids.stride(0),
         LISTED=LISTED, SCALE=MASS, SHIFT=LOW_BITS[logits.dtype], BLOCK=1024, BLOCK_ROW=8192, **blocks, **launch,

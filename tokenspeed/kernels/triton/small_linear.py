@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenspeed.kernels.triton.launch import QuickLaunch, ceil_div, power_of_2
 from tokenspeed.kernels.triton.prefetch import prefetch_l2
 
 MAX_ROWS = 64
@@ -259,6 +260,9 @@ def _skinny_kernel(
         )  # fmt: skip
 
 
+_gemv, _skinny = QuickLaunch(_gemv_kernel), QuickLaunch(_skinny_kernel)
+
+
 @dataclass(frozen=True, slots=True)
 class GemvTile:
     """Rows and columns of a program's step, and warps."""
@@ -320,7 +324,7 @@ def fused_linear(
     if isinstance(tile, SkinnyTile):
         skinny_linear(x, weight, None, "none", workspace, bias, norm, eps, residual, gated, tile, out, pdl)
         return out
-    _gemv_kernel[(triton.cdiv(num_out, tile.block_n),)](
+    _gemv[(ceil_div(num_out, tile.block_n),)](
         x,
         weight,
         bias,
@@ -362,7 +366,7 @@ def skinny_linear(
     row, [ceil(N / 128), K / 128] by block, and then a tile lies in one block."""
     num_rows, width = x.shape
     num_out = out.shape[1]
-    _skinny_kernel[(triton.cdiv(num_out, tile.block_n), tile.split_k)](
+    _skinny[(ceil_div(num_out, tile.block_n), tile.split_k)](
         x,
         weight,
         bias,
@@ -376,7 +380,7 @@ def skinny_linear(
         num_out,
         eps,
         K=width,
-        BLOCK_M=max(16, triton.next_power_of_2(num_rows)),
+        BLOCK_M=max(16, power_of_2(num_rows)),
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         SPLIT_K=tile.split_k,
@@ -411,7 +415,7 @@ def choose_tile(num_rows: int, num_out: int, width: int, needs_whole_k: bool) ->
     programs = 256 if num_rows <= 32 else 128
     split_k = max(1, min(MAX_SPLIT_K, programs * 64 // num_out))
     split_k = 1 << (split_k.bit_length() - 1)
-    if num_rows <= 32 and 128 < triton.cdiv(num_out, 64) * split_k < 256:
+    if num_rows <= 32 and 128 < ceil_div(num_out, 64) * split_k < 256:
         return SkinnyTile(block_k=64, split_k=split_k, stages=6)  # more, smaller steps even out a part-filled card
     return SkinnyTile(split_k=split_k)
 

@@ -22,6 +22,7 @@ from torch.backends import cuda
 from torch.nn import functional
 
 from tokenspeed.attention.interface import AttentionBatch
+from tokenspeed.kernels.triton.launch import QuickLaunch, ceil_div, power_of_2
 
 LONG_PREFILL = 512
 """Tokens from which on torch's attention beats the Triton kernel (docs/log.md)."""
@@ -93,6 +94,9 @@ def _sink_kernel(
     tl.store(rows + dims, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+_copy, _sink = QuickLaunch(_copy_kernel), QuickLaunch(_sink_kernel)
+
+
 def attend_whole_prompts(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -139,7 +143,7 @@ def copy_pages(
     width, block_t = num_kv_heads * head_dim, 8
     k = torch.empty(count, length, num_kv_heads, head_dim, dtype=dtype, device=keys.device)
     v = torch.empty_like(k)
-    _copy_kernel[(triton.cdiv(length, block_t), count)](
+    _copy[(ceil_div(length, block_t), count)](
         keys,
         values,
         page_table,
@@ -149,7 +153,7 @@ def copy_pages(
         length,
         page_table.stride(0),
         WIDTH=width,
-        BLOCK_W=triton.next_power_of_2(width),
+        BLOCK_W=power_of_2(width),
         PAGE_SIZE=page_size,
         BLOCK_T=block_t,
         num_warps=8,
@@ -180,7 +184,7 @@ def apply_sinks(out: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -
     """
     count, num_heads, length, head_dim = out.shape
     block_t = 32
-    _sink_kernel[(triton.cdiv(length, block_t), num_heads, count)](
+    _sink[(ceil_div(length, block_t), num_heads, count)](
         out,
         log_sum.contiguous(),
         sinks,
@@ -189,7 +193,7 @@ def apply_sinks(out: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -
         out.stride(1),
         out.stride(2),
         HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=power_of_2(head_dim),
         BLOCK_T=block_t,
         num_warps=2,
     )
