@@ -328,6 +328,7 @@ LOOSE: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"properties": {"n": INT}, "dependentRequired": {"n": ["m"]}}, [{"n": 1}], [{"n": "x"}]),
     ({"properties": {"s": {"type": "string", "pattern": "(?=a)b"}}}, [{"s": "c"}], [{"s": 1}]),
     ({"properties": {"s": {"$ref": "https://a.example/s"}, "n": INT}}, [{"s": [1], "n": 1}], [{"n": "x"}]),
+    ({"properties": {"s": {"type": "string", "pattern": "^[A-Z]:\\\\", "minLength": 2}}}, [{"s": "c:"}], [{"s": ""}]),
     # Nothing but names and types can be held.
     ({"properties": {"ab": INT}, "required": ["ab"], "patternProperties": {"^a": {}}}, [{"ab": 1}], [{"ab": "x"}, {}]),
     ({"patternProperties": {"^a": {}, "^b": {}}}, [{"c": 1}, {}], [1]),
@@ -347,6 +348,24 @@ def test_a_forced_tool_without_strict_is_held_as_far_as_that_goes(parameters: di
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     with pytest.raises(InvalidRequest, match="parameters of the tool 'f'"):
         tool_choice_schema([tool], "f", False, {"f"})
+
+
+def test_what_can_be_held_is_held_exactly_without_strict():
+    names = ({"format": "date"}, {"format": "date-time"}, {"pattern": "^(?:" + "|".join(["ab"] * 1360) + ")$"})
+    for keywords in names:
+        schema = {"type": "object", "properties": {"s": {"type": "string", **keywords}}, "required": ["s"]}
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        assert forced(schema) == tool_choice_schema([tool], "f", False, {"f"}).text
+
+
+def test_a_pattern_that_only_a_library_refuses_is_left_out_without_strict():
+    schema = {"type": "object", "properties": {"s": {"type": "string", "pattern": "^C:\\\\[a-z]+$"}}}
+    grammar = compiled(byte_backend("xgrammar"), "json_schema", forced(schema))
+    assert takes(grammar, '[{"name":"f","parameters":{"s":"x"}}]')
+    assert not takes(grammar, '[{"name":"f","parameters":{"s":1}}]')
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with pytest.raises(GrammarError, match="only escaped"):
+        byte_backend("xgrammar").compile("json_schema", tool_choice_schema([tool], "f", False, {"f"}).text)
 
 
 @pytest.mark.parametrize("parameters", [{"properties": []}, {"properties": {"a": 3}}])

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from tokenspeed.grammar.budget import Budget
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.json_schema import MAX_PROPERTIES, UNSUPPORTED, is_never, rewrite_schema
+from tokenspeed.grammar.name_pattern import NamePattern, patterns_of
 from tokenspeed.grammar.patterns import check_pattern
 from tokenspeed.grammar.schema_merge import ANNOTATIONS, Schema
 from tokenspeed.grammar.schema_types import TYPES
@@ -30,17 +32,23 @@ def rewrite_what_can_be(schema: Schema, param: str, root: str = "#") -> Schema:
         InvalidRequest: it is no schema.
     """
     try:
-        return rewrite_schema(schema, param, root)
+        exact = rewrite_schema(schema, param, root)
+        if _can_all_match(exact):
+            return exact
+        refused = None
     except InvalidRequest as error:
         refused = error
     declared = schema.get("properties", {})
     if not isinstance(declared, dict) or not all(isinstance(each, dict | bool) for each in declared.values()):
+        assert refused is not None
         raise refused
     for looser in _steps(schema, declared):
         try:
-            return rewrite_schema(looser, param, root)
+            held = rewrite_schema(looser, param, root)
         except InvalidRequest:
             continue
+        if _can_all_match(held):
+            return held
     return rewrite_schema({"type": "object"}, param, root)
 
 
@@ -90,12 +98,16 @@ def _cannot_be(node: Schema) -> set[str]:
     return found
 
 
+def _can_all_match(schema: Schema) -> bool:
+    """Whether the libraries, too, take the patterns of a rewritten schema."""
+    return all(NamePattern(pattern, Budget()).escaped_part() is None for pattern in patterns_of(schema))
+
+
 def _can_match(pattern: Any) -> bool:
     try:
-        check_pattern(pattern)
+        return NamePattern(check_pattern(pattern), Budget()).escaped_part() is None
     except (GrammarError, TypeError, AttributeError):
         return False
-    return True
 
 
 def _type_only(schema: Schema | bool) -> Schema:

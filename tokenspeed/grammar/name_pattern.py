@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from tokenspeed.grammar.budget import Budget
 from tokenspeed.grammar.interface import GrammarError
@@ -57,6 +58,9 @@ class _Repeat:
     high: int | None
 
 
+_ESCAPED = '"\\' + "".join(map(chr, range(32)))
+"""What stands in a JSON string only behind a backslash."""
+
 _Node = _Char | _Edge | _Row | _Either | _Repeat
 
 
@@ -93,6 +97,18 @@ class NamePattern:
                 case _Repeat(part):
                     pending.append(part)
 
+    def escaped_part(self) -> str | None:
+        """A part that libraries would follow out of a JSON string: measured with xgrammar, one that stands only for
+        quotes, backslashes and control characters is written as it is, and so is a class that also holds other than
+        printable ASCII. All other parts leave these characters out. None: there is none."""
+        for part in self.characters():
+            takes_escaped = any(map(part.fullmatch, _ESCAPED))
+            takes_others = any(part.fullmatch(chr(code)) for code in range(32, 127) if chr(code) not in _ESCAPED)
+            is_plain = part.pattern.isascii() and part.pattern.isprintable()
+            if takes_escaped and not (takes_others and is_plain):
+                return part.pattern
+        return None
+
     def _ends(self, node: _Node, starts: set[int], name: str) -> set[int]:
         """Where a match of `node` ends that begins at one of `starts`."""
         self._budget.spend(1 + len(starts))
@@ -122,6 +138,24 @@ class NamePattern:
             found |= fresh
             times += 1
         return found
+
+
+def patterns_of(schema: Any) -> Iterator[str]:
+    """All regular expressions of a rewritten schema."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from patterns_of(item)
+    if not isinstance(schema, dict):
+        return
+    if isinstance(schema.get("pattern"), str):
+        yield schema["pattern"]
+    yield from schema.get("patternProperties", {})
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties", "$defs"):
+            for each in value.values():
+                yield from patterns_of(each)
+        elif key not in ("enum", "const"):
+            yield from patterns_of(value)
 
 
 class _Reader:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tokenspeed.grammar.budget import Budget
 from tokenspeed.grammar.interface import GrammarError, GrammarOptions, MaskRow, Matcher, Vocabulary
-from tokenspeed.grammar.name_pattern import NamePattern
+from tokenspeed.grammar.name_pattern import NamePattern, patterns_of
 from tokenspeed.grammar.well_formed import START, WellFormed
 from tokenspeed.protocol.grammar import GrammarKind
 
@@ -37,9 +37,6 @@ MAX_ESCAPED_BEHIND = 16
 
 MAX_FILL_THREADS = 8
 """That fill the masks of a step together."""
-
-_ESCAPED = '"\\' + "".join(map(chr, range(32)))
-"""What stands in a JSON string only behind a backslash."""
 
 _COUNTED_CHARACTER = re.compile(r'^(\w+) ::= \(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
 """The library's rule for a character of a string of limited length: all but quote, backslash and line ends."""
@@ -293,42 +290,18 @@ def _spelled_out(tag: Any) -> Any:
 
 
 def _check_patterns(schema: Any) -> None:
-    """Refuse patterns that the library would follow out of the JSON string: measured, a part of a pattern that stands
-    only for quotes, backslashes and control characters is written as it is, and so is a class that also holds other
-    than printable ASCII. All other parts leave these characters out.
+    """Refuse patterns that the library would follow out of the JSON string; see `NamePattern.escaped_part`.
 
     Raises:
         GrammarError: names the part.
     """
-    for pattern in _patterns(schema):
-        for part in NamePattern(pattern, Budget()).characters():
-            takes_escaped = any(map(part.fullmatch, _ESCAPED))
-            takes_others = any(part.fullmatch(chr(code)) for code in range(32, 127) if chr(code) not in _ESCAPED)
-            is_plain = part.pattern.isascii() and part.pattern.isprintable()
-            if takes_escaped and not (takes_others and is_plain):
-                raise GrammarError(
-                    f"the pattern {pattern[:100]!r} holds {part.pattern[:40]!r}, which matches a quote, a backslash or "
-                    "a control character; a JSON string has these only escaped, and that cannot be enforced: leave "
-                    "them out"
-                )
-
-
-def _patterns(schema: Any) -> Iterator[str]:
-    """All regular expressions of a rewritten schema."""
-    if isinstance(schema, list):
-        for item in schema:
-            yield from _patterns(item)
-    if not isinstance(schema, dict):
-        return
-    if isinstance(schema.get("pattern"), str):
-        yield schema["pattern"]
-    yield from schema.get("patternProperties", {})
-    for key, value in schema.items():
-        if key in ("properties", "patternProperties", "$defs"):
-            for each in value.values():
-                yield from _patterns(each)
-        elif key not in ("enum", "const"):
-            yield from _patterns(value)
+    for pattern in patterns_of(schema):
+        part = NamePattern(pattern, Budget()).escaped_part()
+        if part is not None:
+            raise GrammarError(
+                f"the pattern {pattern[:100]!r} holds {part[:40]!r}, which matches a quote, a backslash or a control "
+                "character; a JSON string has these only escaped, and that cannot be enforced: leave them out"
+            )
 
 
 def _tag_schemas(tag: Any) -> Iterator[Any]:
