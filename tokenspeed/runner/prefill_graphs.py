@@ -1,8 +1,8 @@
 """Small prompt steps as CUDA graphs: `slot_graphs`, with the head for each request's last token.
 
 A step of 20 to 1000 prompt tokens keeps the GPU busy for a few milliseconds and, launched kernel by kernel, the host
-for as long or longer. One graph a token count of a short ladder, each with room for a few requests. A replay needs four numbers a
-request:
+for as long or longer. One graph a token count of a short ladder, each with room for a few requests. A replay needs four
+numbers a request:
 
     rows   [slot | start | end | target]       end: where its tokens end among the T; target: the slot it samples into
 
