@@ -221,7 +221,6 @@ class CudaModelRunner:
                 f"prefill graphs: {len(plan.prefill_sizes)} sizes up to {max(plan.prefill_sizes)} tokens of at most "
                 f"{PREFILL_GRAPH_REQUESTS} requests"
             )
-        self.report.append("sampling: triton")
 
     def close(self) -> None:
         self._profiler.close()
