@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -271,3 +273,20 @@ def test_graphs_record_quick_launches() -> None:
 def test_arithmetic_of_the_host() -> None:
     assert [ceil_div(a, 8) for a in (0, 1, 8, 9)] == [0, 1, 1, 2]
     assert [power_of_2(n) for n in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
+
+
+COMPILE_TIME = ("cdiv", "next_power_of_2")
+
+
+def test_the_host_calls_no_function_of_the_compiler() -> None:
+    """`triton.cdiv` and `triton.next_power_of_2` take the host microseconds each; kernels may, and compile them."""
+    found = []
+    for file in sorted(Path(launch.__file__).parent.glob("*.py")):
+        tree = ast.parse(file.read_text())
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        kernels = [node for node in functions if any("jit" in ast.unparse(item) for item in node.decorator_list)]
+        inside = {call for kernel in kernels for call in ast.walk(kernel)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in COMPILE_TIME and node not in inside:
+                found.append(f"{file.name}:{node.lineno} {ast.unparse(node)}")
+    assert not found

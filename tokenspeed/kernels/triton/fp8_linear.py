@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed.kernels.registry import Implementation, Need
 from tokenspeed.kernels.triton import small_linear
+from tokenspeed.kernels.triton.launch import ceil_div, power_of_2
 from tokenspeed.kernels.triton.pointwise import rms_norm, silu_and_mul
 from tokenspeed.kernels.triton.small_linear import (
     MAX_ROWS,
@@ -199,7 +200,7 @@ def quantize_rows(x: torch.Tensor, pdl: bool = True) -> tuple[torch.Tensor, torc
     num_rows, width = x.shape
     q = torch.empty(num_rows, width, dtype=E4M3, device=x.device)
     scale = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     _quantize_rows_kernel[(num_rows,)](
         x, q, scale, K=width, BLOCK=block, PDL=pdl, num_warps=min(16, max(1, block // 1024)), launch_pdl=pdl
     )
@@ -225,7 +226,7 @@ def dequantize_blocks(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dt
     """weight e4m3 [N, K], K a multiple of 128, scale [ceil(N / 128), K / 128] float32 -> [N, K] in `dtype`."""
     num_out, width = weight.shape
     out = torch.empty(num_out, width, dtype=dtype, device=weight.device)
-    grid = (triton.cdiv(num_out, 32), width // BLOCK)
+    grid = (ceil_div(num_out, 32), width // BLOCK)
     _dequantize_blocks_kernel[grid](weight, scale, out, num_out, K=width, BLOCK_N=32, BLOCK_K=BLOCK, num_warps=4)
     return out
 
@@ -258,7 +259,7 @@ def fused_fp8_linear(
         scales: Literal["row", "block"] = "row" if scale.dim() == 1 else "block"
         skinny_linear(x, weight, scale, scales, workspace, bias, norm, eps, residual, gated, tile, out, pdl)
         return out
-    _fp8_gemv_kernel[(triton.cdiv(num_out, tile.block_n),)](
+    _fp8_gemv_kernel[(ceil_div(num_out, tile.block_n),)](
         x,
         weight.view(torch.int32),
         bias,

@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenspeed.kernels.triton.launch import ceil_div, power_of_2
+
 MAX_SMALL_PAIRS = 1024
 SMALL_SHARE = 32
 SMALL_STEP = 32
@@ -205,12 +207,12 @@ def empty_grouping(expert_ids: torch.Tensor, num_experts: int, block_m: int) -> 
 
 def expert_block(num_experts: int) -> int:
     """Experts that a program counts, a power of two."""
-    return max(16, triton.next_power_of_2(num_experts))
+    return max(16, power_of_2(num_experts))
 
 
 def num_shares(grouping: Grouping) -> int:
     """Programs that `align_share` takes."""
-    return triton.cdiv(max(grouping.pairs.shape[0], grouping.max_tiles), SMALL_SHARE)
+    return ceil_div(max(grouping.pairs.shape[0], grouping.max_tiles), SMALL_SHARE)
 
 
 def group_pairs(expert_ids: torch.Tensor, num_experts: int, block_m: int, pdl: bool = True) -> Grouping:
@@ -224,7 +226,7 @@ def group_pairs(expert_ids: torch.Tensor, num_experts: int, block_m: int, pdl: b
             BLOCK_M=block_m, SHARE=SMALL_SHARE, STEP=SMALL_STEP, E_BLOCK=e_block, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
         return grouping
-    num_blocks = triton.cdiv(num_pairs, SCATTER_BLOCK)
+    num_blocks = ceil_div(num_pairs, SCATTER_BLOCK)
     counts = torch.empty(num_blocks, e_block, dtype=torch.int32, device=expert_ids.device)
     _count_kernel[(num_blocks,)](
         expert_ids, counts, num_pairs, BLOCK=SCATTER_BLOCK, E_BLOCK=e_block, PDL=pdl, num_warps=8, launch_pdl=pdl

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenspeed.kernels.triton.launch import ceil_div, power_of_2
 from tokenspeed.moe.interface import Activation
 
 
@@ -238,7 +239,7 @@ def gemv_gate_up(
         out = x.new_empty(expert_ids.numel(), num_rows // 2, dtype=torch.float32)
     if tile is None:
         tile = choose_tile(experts.hidden_size)
-    _gate_up_kernel[(expert_ids.numel(), triton.cdiv(num_rows, tile.rows))](
+    _gate_up_kernel[(expert_ids.numel(), ceil_div(num_rows, tile.rows))](
         x,
         experts.gate_up,
         experts.gate_up_bias,
@@ -286,12 +287,12 @@ def gemv_down(
     num_rows = experts.hidden_size
     if tile is None:
         tile = choose_tile(experts.intermediate_size, num_tokens)
-    groups = num_tokens * triton.cdiv(num_rows, tile.rows)
+    groups = num_tokens * ceil_div(num_rows, tile.rows)
     if tile.split > 1:
         have = min(workspace.counters.numel(), workspace.partials.numel() // (tile.split * tile.rows))
         if groups > have:
             raise ValueError(f"{groups} output tiles, each of {tile.split} programs; the workspace has room for {have}")
-    _down_kernel[(num_tokens, triton.cdiv(num_rows, tile.rows), tile.split)](
+    _down_kernel[(num_tokens, ceil_div(num_rows, tile.rows), tile.split)](
         h,
         experts.down,
         experts.down_bias,
@@ -321,7 +322,7 @@ def choose_tile(num_cols: int, num_tokens: int | None = None) -> Tile:
 
     Measured best of six a kernel on one H200 at 1, 2 and 4 tokens (docs/log.md).
     """
-    widest = triton.next_power_of_2(num_cols)
+    widest = power_of_2(num_cols)
     if num_tokens is None:
         return Tile(4, min(1024, widest), 4)
     return Tile(8 if num_tokens <= 2 else 4, min(256, widest), 4, max(1, 4 // num_tokens))

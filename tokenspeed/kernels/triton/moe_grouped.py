@@ -25,6 +25,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tokenspeed.kernels.triton.launch import ceil_div, power_of_2
 from tokenspeed.kernels.triton.moe_align import Grouping
 from tokenspeed.kernels.triton.moe_mxfp4 import Mxfp4Weight, mxfp4_values
 from tokenspeed.kernels.triton.prefetch import prefetch_l2
@@ -340,7 +341,7 @@ def _launch(
     weights: torch.Tensor | None, out: torch.Tensor, tile: GroupedTile, hopper: bool,
 ) -> None:  # fmt: skip
     is_up = activation is not None
-    programs = grouping.max_tiles * triton.cdiv(matrix.num_rows, tile.block_n)
+    programs = grouping.max_tiles * ceil_div(matrix.num_rows, tile.block_n)
     weight = _descriptor(matrix.weight.view(-1, matrix.width), tile) if tile.tma else matrix.weight
     _grouped_kernel[(programs, 1 if is_up else tile.split_k)](
         x, weight, matrix.scale, matrix.bias, grouping.pairs, grouping.tiles, weights, out,
@@ -416,8 +417,8 @@ def combine(
     """parts of `grouped_down` -> [T, H] in `dtype`: residual itself, added to in place, when given."""
     split_k, _, width = parts.shape
     out = torch.empty(num_tokens, width, dtype=dtype, device=parts.device) if residual is None else residual
-    block = min(1024, triton.next_power_of_2(width))
-    _combine_kernel[(num_tokens, triton.cdiv(width, block))](
+    block = min(1024, power_of_2(width))
+    _combine_kernel[(num_tokens, ceil_div(width, block))](
         parts, residual, out, num_tokens, H=width, TOP_K=top_k, SPLIT_K=split_k, BLOCK=block,
         HAS_RESIDUAL=residual is not None, PDL=hopper, num_warps=4, launch_pdl=hopper,
     )  # fmt: skip

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenspeed.kernels.triton.launch import ceil_div, power_of_2
 from tokenspeed.kernels.triton.moe_align import Grouping
 from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix
 from tokenspeed.kernels.triton.moe_mxfp4_mma import NO_GLUON, hidden_scale
@@ -119,7 +120,7 @@ def half_rows(x: torch.Tensor, pdl: bool = True) -> HalfRows:
     values = torch.empty_like(x, dtype=torch.float16)
     inverse = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     _scale_kernel[(num_rows,)](
-        x, values, inverse, K=width, BLOCK=triton.next_power_of_2(width), PDL=pdl, num_warps=4, launch_pdl=pdl
+        x, values, inverse, K=width, BLOCK=power_of_2(width), PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     return HalfRows(values, inverse)
 
@@ -150,7 +151,7 @@ def _launch(
     activation: Activation, is_up: bool, weights: torch.Tensor | None, out: torch.Tensor, tile: Fp16Tile,
 ) -> None:  # fmt: skip
     assert fp16_kernel is not None and matrix.reference is not None, "`why_no_fp16` has a reason"
-    programs = grouping.max_tiles * triton.cdiv(matrix.num_rows, tile.block_n)
+    programs = grouping.max_tiles * ceil_div(matrix.num_rows, tile.block_n)
     fp16_kernel[(programs,)](
         x, inverse, matrix.weight, matrix.scale, matrix.reference, matrix.bias, grouping.pairs, grouping.tiles,
         weights, out, grouping.max_tiles,

@@ -5,7 +5,7 @@ byte pair becomes two float16 pairs, by two conversions from e4m3 and two multip
 is a power of two: exact. The sum over all columns stays in the tensor core's registers; nothing is scaled in between.
 
 A thread has four neighbouring columns of a row, the tensor core wants two and two eight columns apart. So columns are
-renamed, within sixteen, and rows of x and h have theirs in that order (`place_of` there).
+renamed, within sixteen, and rows of x and h have theirs in that order ("Columns" there).
 
 `AHEAD`: the next step's weights are unpacked while this one's product runs. ptxas 12.8 lets no register that a running
 product reads be written, and behind a wait for some of them (`wait_group` 1 or 2) it serializes everything (C7513); so

@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenspeed.kernels.triton.launch import ceil_div, power_of_2
 from tokenspeed.kernels.triton.moe_align import (
     MAX_SMALL_PAIRS,
     SMALL_SHARE,
@@ -158,7 +159,7 @@ def split_rows(x: torch.Tensor, pdl: bool = True) -> SplitRows:
     """x [R, K] contiguous, any float dtype."""
     rows = _empty_rows(x)
     _split_kernel[(x.shape[0],)](
-        x, rows.high, rows.low, rows.inverse, K=x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]), PDL=pdl,
+        x, rows.high, rows.low, rows.inverse, K=x.shape[1], BLOCK=power_of_2(x.shape[1]), PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return rows
@@ -177,7 +178,7 @@ def group_and_split(
         expert_ids, grouping.pairs, grouping.tiles, x, rows.high, rows.low, rows.inverse,
         expert_ids.numel(), grouping.max_tiles, num_align,
         BLOCK_M=block_m, SHARE=SMALL_SHARE, STEP=SMALL_STEP, E_BLOCK=expert_block(num_experts),
-        K=width, BLOCK=triton.next_power_of_2(width), PDL=pdl, num_warps=4, launch_pdl=pdl,
+        K=width, BLOCK=power_of_2(width), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return grouping, rows
 
@@ -221,7 +222,7 @@ def _launch(
     weights: torch.Tensor | None, out: torch.Tensor, out_low: torch.Tensor | None, tile: MmaTile,
 ) -> None:  # fmt: skip
     assert product_kernel is not None, "`why_no_mma` has a reason"
-    programs = grouping.max_tiles * triton.cdiv(matrix.num_rows, tile.block_n)
+    programs = grouping.max_tiles * ceil_div(matrix.num_rows, tile.block_n)
     constants = mma_constants(matrix, grouping.block_m, top_k, activation, is_up, tile)
     product_kernel[(programs, 1 if is_up else tile.split_k)](
         rows.high, rows.low, rows.inverse, matrix.weight, matrix.scale, matrix.bias, grouping.pairs, grouping.tiles,

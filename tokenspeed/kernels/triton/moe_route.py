@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed.kernels.registry import Implementation, Need
+from tokenspeed.kernels.triton.launch import ceil_div, power_of_2
 from tokenspeed.kernels.triton.pointwise import rms_norm
 from tokenspeed.kernels.triton.small_linear import MAX_ROWS
 from tokenspeed.moe.interface import RouterRule, Routing
@@ -244,12 +245,12 @@ def route(
     if num_tokens == 0:
         return x, routing
     of_all = rule.scoring == "softmax_topk" and not rule.renormalize
-    block_e = triton.next_power_of_2(num_experts)
+    block_e = power_of_2(num_experts)
     if tile is None:
         tile = choose_tile(num_tokens, num_experts, width)
     if isinstance(tile, FusedTile):
         y = x if norm is None else torch.empty_like(x)
-        _fused_kernel[(num_tokens, triton.cdiv(num_experts, tile.experts))](
+        _fused_kernel[(num_tokens, ceil_div(num_experts, tile.experts))](
             x,
             norm,
             weight,
@@ -264,7 +265,7 @@ def route(
             E=num_experts,
             TOP_K=rule.top_k,
             OWN_E=tile.experts,
-            BLOCK_H=triton.next_power_of_2(width),
+            BLOCK_H=power_of_2(width),
             BLOCK_E=block_e,
             OF_ALL=of_all,
             HAS_NORM=norm is not None,
@@ -277,7 +278,7 @@ def route(
     if norm is not None:
         x = rms_norm(x, norm, eps, pdl=pdl)
     parts = x.new_empty(tile.split, num_tokens, num_experts, dtype=torch.float32)
-    _scores_kernel[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(num_experts, tile.experts), tile.split)](
+    _scores_kernel[(ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.experts), tile.split)](
         x,
         weight,
         parts,
@@ -316,11 +317,11 @@ def choose_tile(num_tokens: int, num_experts: int, width: int) -> FusedTile | Sp
     """Few tokens: as many programs as there are experts, while they fit on the card together. More: about 128 programs,
     by splitting along H. Near the best of a sweep on one H200: 2.8 to 5 us from 1 to 64 tokens."""
     if num_tokens <= FUSED_ROWS:
-        per_program = triton.next_power_of_2(triton.cdiv(num_tokens * num_experts, _FULL_CARD))
+        per_program = power_of_2(ceil_div(num_tokens * num_experts, _FULL_CARD))
         return FusedTile(per_program, 4)
     tokens = 16 if num_tokens <= 64 else 64
-    experts = min(64, max(16, triton.next_power_of_2(num_experts)))
-    tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(num_experts, experts)
+    experts = min(64, max(16, power_of_2(num_experts)))
+    tiles = ceil_div(num_tokens, tokens) * ceil_div(num_experts, experts)
     # A part is never shorter than 4 steps of 64 columns.
     split = max(1, min(16, 128 // tiles, width // 256))
     return SplitTile(tokens, experts, 64, 1 << (split.bit_length() - 1))

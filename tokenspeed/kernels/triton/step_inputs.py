@@ -12,6 +12,8 @@ layers see a window gets no page numbers from before the window of the step's fi
 Tokens of a recorded prompt step, half-open; `ends` comes from the host, query_start = [0, *ends]:
     [0, ends[0]) request 0   [ends[0], ends[1]) request 1   ...   [ends[-1], T) padding, in the scratch slot's page
 Requests beyond the step's own end where the last one ends: they have no tokens.
+
+Launches are Triton's own, not `launch.QuickLaunch`: these kernels run inside graphs only, where the host launches none.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed.kernels.slot_ops import RecordedInputs, SlotTables
+from tokenspeed.kernels.triton.launch import ceil_div, power_of_2
 
 
 @triton.jit
@@ -238,7 +241,7 @@ def prefill_inputs(rows: torch.Tensor, tables: SlotTables, scratch_slot: int, ou
     assert out.wanted is not None, "buffers of a decode step"
     num_requests, num_tokens = rows.shape[1], out.token_ids.shape[0]
     block = 64
-    grid = (num_requests + triton.cdiv(num_tokens, block), tables.page_tables.shape[0])
+    grid = (num_requests + ceil_div(num_tokens, block), tables.page_tables.shape[0])
     _prefill_inputs_kernel[grid](
         rows,
         tables.token_ids,
@@ -262,7 +265,7 @@ def prefill_inputs(rows: torch.Tensor, tables: SlotTables, scratch_slot: int, ou
         out.page_tables.stride(0),
         PAGE_SIZE=tables.page_size,
         BLOCK=block,
-        BLOCK_R=triton.next_power_of_2(num_requests),
+        BLOCK_R=power_of_2(num_requests),
         BLOCK_P=128,
         num_warps=1,
     )
