@@ -35,7 +35,7 @@ def main() -> None:
     with compile.CompileJob(workers, None) as job:
         for order in orders:
             job.order(order)
-        print(job.wait())
+        print(job.wait(True))
     monitor = CompileMonitor()
     monitor.install()
     for order in orders:

@@ -55,8 +55,12 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
     def count(takes_orders: bool, is_listed: bool, has_loaded_all: bool, num_met_in_trial: int) -> int:
         monitor = types.SimpleNamespace(install=lambda: None, totals=lambda: (0, 0.0), num_met=7, serving=lambda: None)
+        waited: list[bool] = []
         job = types.SimpleNamespace(
-            takes_orders=takes_orders, has_loaded_all=has_loaded_all, wait=lambda _: "", order=lambda _: None
+            takes_orders=takes_orders,
+            has_loaded_all=has_loaded_all,
+            wait=lambda is_listed, _: waited.append(is_listed),
+            order=lambda _: None,
         )
         loaded = LoadedModel(model=None, ops=None, backend=None, report=[])  # type: ignore[arg-type]
         group = GroupSpec("full", "full", 64, 2**20, 500)
@@ -86,6 +90,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         for name, part in parts.items():
             monkeypatch.setattr(build_cuda, name, part)
         build_cuda.build_cuda_runner(CONFIG, None, opening)
+        assert waited == [is_listed], "only then is the cache marked as complete"
         return len(asked[0].warm_up)
 
     return count

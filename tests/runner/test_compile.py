@@ -5,8 +5,10 @@ Workers here are a small Python program in place of the real one; there is no GP
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import resource
 import shutil
 import stat
 import subprocess
@@ -23,9 +25,11 @@ from tokenspeed.config.gpu_choices import capture_ladder
 from tokenspeed.config.model import MoeConfig
 from tokenspeed.kernels.triton.compile_monitor import KernelOrder
 from tokenspeed.models.registry import examples
+from tokenspeed.protocol.errors import ConfigError
 from tokenspeed.runner import compile, compile_start
 from tokenspeed.runner.compile import start_compile
 from tokenspeed.runner.compile_folder import Compiled, Target, publish, target
+from tokenspeed.runner.compile_list import list_kernels
 from tokenspeed.runner.compile_start import Workers, num_workers, prepare_cache, start_early, twin
 from tokenspeed.runner.warm_up import plan_pages, representatives, warm_up_plans
 
@@ -78,7 +82,9 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setenv(compile_start.CACHE_VARIABLE, "")  # so that what the code sets is undone
     monkeypatch.delenv(compile_start.CACHE_VARIABLE)
     monkeypatch.setattr(compile_start, "cache_folders", lambda: [tmp_path / "cache"])
-    cuda = types.SimpleNamespace(get_device_capability=lambda: (9, 0), get_device_name=lambda: "A GPU")
+    cuda = types.SimpleNamespace(
+        get_device_capability=lambda: (9, 0), get_device_name=lambda: "A GPU", empty_cache=lambda: None
+    )
     monkeypatch.setattr(compile.torch, "cuda", cuda)
     real = subprocess.Popen
     started = []
@@ -159,21 +165,21 @@ def test_success_is_remembered(machine, tmp_path):
             job.order(order)
         loaded = []
         assert re.match(
-            r"kernels: 2 compiled by 1 processes in .* s \(work of 4\.0 s, .*1\.5 s\)$", job.wait(loaded.append)
+            r"kernels: 2 compiled by 1 processes in .* s \(work of 4\.0 s, .*1\.5 s\)$", job.wait(True, loaded.append)
         )
         assert sorted(loaded, key=lambda order: order.name) == ORDERS, "each as soon as it is there"
         assert not folder.exists()
     assert started[0].args[-2:] == ["3", str(os.getpid())]
     assert os.environ[compile_start.CACHE_VARIABLE] == str(tmp_path / "cache/triton")
     with start_compile(CONFIG) as job:
-        assert not job.takes_orders and "compiled before" in job.wait()
+        assert not job.takes_orders and "compiled before" in job.wait(True)
     assert len(started) == 1
     with start_compile(msgspec.structs.replace(CONFIG, page_size=32)) as job:
-        job.wait()
+        job.wait(True)
     assert len(started) == 2, "another page size is another set of kernels"
     elsewhere = msgspec.structs.replace(CONFIG, checkpoint=msgspec.structs.replace(CONFIG.checkpoint, name="y"))
     with start_compile(msgspec.structs.replace(elsewhere, seed=9)) as job:
-        assert "compiled before" in job.wait()
+        assert "compiled before" in job.wait(True)
 
 
 NOT_DECIDING = {
@@ -256,7 +262,7 @@ def test_failed_workers_cost_time_only(machine, caplog, code, told):
         with start_compile(CONFIG) as job:
             for order in ORDERS:
                 job.order(order)
-            assert "; 2 failed, the rest is compiled when first used" in job.wait(loaded.append)
+            assert "; 2 failed, the rest is compiled when first used" in job.wait(True, loaded.append)
         assert not loaded
     assert told in caplog.text
 
@@ -269,7 +275,7 @@ def test_a_kernel_that_cannot_be_loaded_says_so_when_it_is_used(machine, caplog)
 
     with start_compile(CONFIG) as job:
         job.order(ORDERS[0])
-        assert "1 compiled" in job.wait(load)
+        assert "1 compiled" in job.wait(True, load)
     assert "a was not loaded ahead: RuntimeError: too much shared memory" in caplog.text
 
 
@@ -288,7 +294,7 @@ def test_workers_that_hang_are_given_up(machine, monkeypatch, caplog):
     started = machine("import time; time.sleep(600)")
     with start_compile(CONFIG) as job:
         job.order(ORDERS[0])
-        assert "1 failed" in job.wait()
+        assert "1 failed" in job.wait(True)
     assert "took more than" in caplog.text
     assert all(worker.poll() is not None for worker in started)
 
@@ -302,7 +308,7 @@ def test_workers_that_cannot_be_started_cost_time_only(machine, monkeypatch, cap
 
     monkeypatch.setattr(compile_start.subprocess, "Popen", popen)
     with start_compile(CONFIG) as job:
-        assert not job.takes_orders and "no workers could be started" in job.wait()
+        assert not job.takes_orders and "no workers could be started" in job.wait(True)
     assert "Resource temporarily unavailable" in caplog.text
     assert not list(tmp_path.glob("tokenspeed-compile-*")), "its folder is gone"
 
@@ -312,7 +318,7 @@ def test_a_folder_that_goes_costs_time_only(machine, caplog):
     with start_compile(CONFIG) as job:
         job.order(ORDERS[0])
         shutil.rmtree(job._workers.folder)
-        assert "; 1 failed, the rest is compiled when first used" in job.wait()
+        assert "; 1 failed, the rest is compiled when first used" in job.wait(True)
     assert "No such file" in caplog.text
 
 
@@ -332,11 +338,11 @@ def test_early_workers_are_taken_over(machine):
     early = start_early(CONFIG)
     with start_compile(CONFIG, early) as job:
         job.order(ORDERS[0])
-        assert "1 compiled" in job.wait()
+        assert "1 compiled" in job.wait(True)
     assert [worker.poll() for worker in started] == [0] and not early.folder.exists()
     assert start_early(CONFIG) is None, "all is there"
     with start_compile(CONFIG) as job:
-        assert "compiled before" in job.wait()
+        assert "compiled before" in job.wait(True)
     assert len(started) == 1
 
 
@@ -345,7 +351,9 @@ def test_the_marker_is_of_the_gpu(machine, monkeypatch):
     for count, name in ((1, "A GPU"), (2, "B GPU"), (2, "A GPU")):
         monkeypatch.setattr(compile.torch.cuda, "get_device_name", lambda name=name: name)
         with start_compile(CONFIG, start_early(CONFIG)) as job:
-            job.wait()
+            if job.takes_orders:
+                job.order(ORDERS[0])
+            job.wait(True)
         assert len(started) == count
 
 
@@ -355,7 +363,7 @@ def test_early_workers_for_what_is_there_are_ended(machine):
     early = start_early(CONFIG)
     prepare_cache(CONFIG).marker(f"A GPU, CUDA {compile.torch.version.cuda}").touch()
     with start_compile(CONFIG, early) as job:
-        assert "compiled before" in job.wait()
+        assert "compiled before" in job.wait(True)
     assert early.process.poll() is not None and not early.folder.exists()
 
 
@@ -381,7 +389,7 @@ def test_whether_all_is_loaded(machine):
             assert not job.has_loaded_all
             for order in ORDERS:
                 job.order(order)
-            job.wait(load)
+            job.wait(True, load)
         assert job.has_loaded_all == is_all
         compile_start.prepare_cache(CONFIG).marker(f"A GPU, CUDA {compile.torch.version.cuda}").unlink()
 
@@ -391,7 +399,7 @@ def test_a_launcher_that_nobody_built_is_not_waited_for(machine):
     loaded = []
     with start_compile(CONFIG) as job:
         job.order(ORDERS[0])
-        assert "1 compiled" in job.wait(loaded.append)
+        assert "1 compiled" in job.wait(True, loaded.append)
     assert loaded == ORDERS[:1]
 
 
@@ -412,7 +420,66 @@ def test_cache_folders(machine, tmp_path, monkeypatch):
     assert prepare_cache(CONFIG).folder == tmp_path / "mine"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(compile_start.CACHE_VARIABLE, str(tmp_path / "file" / "x"))
-    assert prepare_cache(CONFIG) is None
-    machine(COMPILES)
+    started = machine(COMPILES)
+    monkeypatch.setenv(compile_start.CACHE_VARIABLE, str(tmp_path / "file" / "x"))
+    with pytest.raises(ConfigError, match=r"file/x: Not a directory\); set TRITON_CACHE_DIR to"):
+        start_compile(CONFIG)
+    assert not started
+
+
+@contextlib.contextmanager
+def disk(room: int):
+    """No file may be longer than `room` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize(("room", "told"), [(0, "File too large"), (4096, "No space left on device")])
+def test_a_full_disk_is_found_before_triton_meets_it(machine, monkeypatch, room, told):
+    """Regression: it said that kernels would be compiled when first used, and Triton raised an OSError there."""
+    with disk(room), pytest.raises(ConfigError, match=f"cache/triton: {told}.*; set TOKENSPEED_CACHE to"):
+        prepare_cache(CONFIG)
+    marker = prepare_cache(CONFIG).marker("A GPU")
+    monkeypatch.delenv(compile_start.CACHE_VARIABLE)
+    marker.touch()
+    with disk(room):
+        assert prepare_cache(CONFIG, "A GPU").folder == marker.parent, "nothing need be written there"
+        with pytest.raises(ConfigError):
+            prepare_cache(CONFIG, "another")
+    assert os.listdir(marker.parent) == [marker.name]
+
+
+def test_a_list_that_failed_is_not_remembered(machine, tmp_path):
+    """Regression: the cache counted as complete, and no later start had workers."""
+    started = machine(COMPILES)
+    for count, orders in ((1, []), (2, ORDERS[:1])):
+        with start_compile(CONFIG) as job:
+            assert not list_kernels(msgspec.structs.replace(CONFIG, device="nowhere"), job.order)
+            for order in orders:
+                job.order(order)
+            job.wait(False)
+        assert len(started) == count and not list(tmp_path.glob("cache/triton/warm-*"))
     with start_compile(CONFIG) as job:
-        assert "no cache folder" in job.wait()
+        job.wait(True)
+    assert not list(tmp_path.glob("cache/triton/warm-*")), "nothing was ordered"
+
+
+def test_late_workers_end_when_the_gpu_does_not_answer(machine, monkeypatch):
+    started = machine("import time; time.sleep(60)")
+    prepare_cache(CONFIG).marker("another").touch()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile, "publish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start_compile(CONFIG)
+    assert [worker.poll() for worker in started] == [-9]
+    monkeypatch.setattr(compile.torch.cuda, "get_device_capability", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start_compile(CONFIG)
+    assert len(started) == 1, "the GPU is asked before they are started"

@@ -139,7 +139,7 @@ def start(monkeypatch: pytest.MonkeyPatch, gpu: None) -> Callable[..., str]:
     """A start on a made-up GPU with some of its parts replaced; the error's text."""
     build_cuda = pytest.importorskip("tokenspeed.runner.build_cuda")
     monitor = types.SimpleNamespace(install=lambda: None, totals=lambda: (0, 0.0), num_met=0, serving=lambda: None)
-    job = types.SimpleNamespace(takes_orders=False, has_loaded_all=False, wait=lambda _: "")
+    job = types.SimpleNamespace(takes_orders=False, has_loaded_all=False, wait=lambda *_: "")
     model = types.SimpleNamespace(cache_specs=list)
     loaded = types.SimpleNamespace(
         model=model, ops=types.SimpleNamespace(recorder=None), backend=types.SimpleNamespace(can_record=True)

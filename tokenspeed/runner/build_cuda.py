@@ -56,7 +56,7 @@ def build_cuda_runner(
         with startup_phase("weights.target"), errors.during("load", lambda: room.kept):
             loaded = load(config, room)
         with startup_phase("kernels.compile"):
-            compile_report = job.wait(place_kernel)
+            compile_report = job.wait(is_listed, place_kernel)
         num_loaded = monitor.num_met
     if opening is not None:
         opening.join()

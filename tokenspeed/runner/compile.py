@@ -27,7 +27,6 @@ from tokenspeed.runner.compile_worker import hash_compiler
 
 WORKER_TIMEOUT_S = 600.0
 WARP_SIZE = 32
-UNCACHED = "kernels: compiled when first used, no cache folder can be written"
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ class CompileJob:
 
     Args:
         workers: None when there is nothing to do.
-        marker: written when all succeeded.
+        marker: written when all that a complete list had was compiled.
         about: a line for the log when there is nothing to do.
     """
 
@@ -80,10 +79,11 @@ class CompileJob:
         self._orders[name] = order
         publish(self._workers.folder / "orders" / name, order)
 
-    def wait(self, load: Callable[[KernelOrder], object] = _leave) -> str:
+    def wait(self, is_listed: bool, load: Callable[[KernelOrder], object] = _leave) -> str:
         """Until all that was ordered is done; returns a line for the log.
 
         Args:
+            is_listed: what was ordered is all that the model needs. Only then is the cache marked as complete.
             load: called for each kernel as soon as it is compiled.
         """
         self._hashing.join()  # the first kernel that is loaded needs it
@@ -105,7 +105,7 @@ class CompileJob:
             problem = f"kernel compile workers: {error}"
         finally:
             self.stop()
-        return self._said(problem)
+        return self._said(problem, is_listed)
 
     def stop(self) -> None:
         """End the workers that still run and remove their folder. Safe to call again."""
@@ -137,14 +137,14 @@ class CompileJob:
         except Exception as error:  # the launch that needs it will raise it again
             logger.warning("%s was not loaded ahead: %s: %s", order.name, type(error).__name__, error)
 
-    def _said(self, problem: str) -> str:
+    def _said(self, problem: str, is_listed: bool) -> str:
         seconds = time.time() - self._started_s
         results = list(self._results.values())
         errors = [done.error for done in results if done.error is not None]
         num_left = len(self._orders) - len(results) + len(errors)
         if problem or num_left:
             logger.warning("%s", problem or f"kernel compile workers: {errors[0] if errors else 'they left some'}")
-        elif self._marker is not None:
+        elif self._marker is not None and is_listed and self._orders:
             with contextlib.suppress(OSError):
                 self._marker.touch()
         rest = f"; {num_left} failed, the rest is compiled when first used" if num_left else ""
@@ -172,28 +172,26 @@ def start_compile(config: EngineConfig, early: Workers | None = None) -> Compile
 
     Args:
         early: workers that were started before, which belong to the job from now on; None = they are started here.
+    Raises:
+        ConfigError: no cache folder can be written.
     """
     workers = early if early is not None else start_early(config)
     try:
-        return _job(config, workers)
+        gpu = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+        major, minor = torch.cuda.get_device_capability()
+        cache = prepare_cache(config, gpu)
+        if cache.has_all(gpu):
+            if workers is not None:  # somebody has filled it meanwhile
+                workers.stop()
+            return CompileJob(None, None, f"kernels: compiled before, in {cache.folder}")
+        if workers is None:  # what is there is another GPU's
+            workers = start_workers(num_workers(config))
+        if workers is None:
+            return CompileJob(None, None, "kernels: compiled when first used, no workers could be started")
+        with contextlib.suppress(OSError):  # no room for it: then there is none for orders either
+            publish(workers.folder / TARGET, Target("cuda", 10 * major + minor, WARP_SIZE))
+        return CompileJob(workers, cache.marker(gpu))
     except BaseException:  # a GPU that does not answer
         if workers is not None:
             workers.stop()
         raise
-
-
-def _job(config: EngineConfig, workers: Workers | None) -> CompileJob:
-    cache = prepare_cache(config)
-    gpu = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
-    if cache is None or cache.marker(gpu).exists():
-        if workers is not None:  # the folder has gone meanwhile, or somebody has filled it
-            workers.stop()
-        return CompileJob(None, None, UNCACHED if cache is None else f"kernels: compiled before, in {cache.folder}")
-    if workers is None:  # what is there is another GPU's
-        workers = start_workers(num_workers(config))
-    if workers is None:
-        return CompileJob(None, None, "kernels: compiled when first used, no workers could be started")
-    major, minor = torch.cuda.get_device_capability()
-    with contextlib.suppress(OSError):  # no room for it: then there is none for orders either
-        publish(workers.folder / TARGET, Target("cuda", 10 * major + minor, WARP_SIZE))
-    return CompileJob(workers, cache.marker(gpu))

@@ -1,5 +1,5 @@
-"""Which kernels a model needs: its twin (`compile.twin`) is built on the engine's GPU and goes through the steps that
-stand for all, and every kernel that a launch would need is ordered. None runs.
+"""Which kernels a model needs: its twin (`compile_start.twin`) is built on the engine's GPU and goes through the steps
+that stand for all, and every kernel that a launch would need is ordered. None runs.
 
 What the libraries compute in those steps does run, on zeros: cuBLAS and torch load their kernels here, beside the
 compilation, and not when memory is measured.

@@ -8,6 +8,7 @@ kernels are listed (`twin`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.metadata
 import logging
@@ -15,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ import tokenspeed.kernels.triton
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.kernels.cpu.native.build import cache_folders
+from tokenspeed.protocol.errors import ConfigError
 from tokenspeed.runner import warm_up
 from tokenspeed.runner.compile_folder import POLL_S, work_folder
 from tokenspeed.runner.warm_up import EXPERT_TOKENS, plan_pages, representatives, warm_up_plans
@@ -33,6 +36,7 @@ from tokenspeed.runner.warm_up import EXPERT_TOKENS, plan_pages, representatives
 CACHE_VARIABLE = "TRITON_CACHE_DIR"
 MAX_WORKERS = 16
 REMOVALS = 10
+PROBE_BYTES = 2**20
 TWIN_BATCH_TOKENS = 1024
 
 DECIDING_FIELDS = (
@@ -95,17 +99,20 @@ class KernelCache:
         """There when all kernels for `gpu` are. A wrong hit costs time, not truth."""
         return self.folder / f"warm-{self.key}-{hashlib.sha256(gpu.encode()).hexdigest()[:8]}"
 
-    def may_have_all(self) -> bool:
-        """For some GPU, that is."""
-        return any(self.folder.glob(f"warm-{self.key}-*"))
+    def has_all(self, gpu: str | None) -> bool:
+        """Kernels for `gpu`; None = for some GPU."""
+        return any(self.folder.glob(f"warm-{self.key}-*")) if gpu is None else self.marker(gpu).exists()
 
 
 def start_early(config: EngineConfig) -> Workers | None:
-    """Workers, if there is something for them to do as far as can be told before the GPU is asked."""
+    """Workers, if there is something for them to do as far as can be told before the GPU is asked.
+
+    Raises:
+        ConfigError: see `prepare_cache`.
+    """
     if config.device != "cuda":
         return None
-    cache = prepare_cache(config)
-    return None if cache is None or cache.may_have_all() else start_workers(num_workers(config))
+    return None if prepare_cache(config).has_all(None) else start_workers(num_workers(config))
 
 
 def start_workers(count: int) -> Workers | None:
@@ -123,21 +130,42 @@ def start_workers(count: int) -> Workers | None:
         return None
 
 
-def prepare_cache(config: EngineConfig) -> KernelCache | None:
-    """Point Triton at our cache folder, unless the user has chosen one; None when none can be written."""
+def prepare_cache(config: EngineConfig, gpu: str | None = None) -> KernelCache:
+    """Point Triton at our cache folder, unless the user has chosen one.
+
+    Args:
+        gpu: see `KernelCache.has_all`. A folder that has all need not be writable.
+    Raises:
+        ConfigError: no folder can be had. Triton cannot compile then: it reads what it has compiled from files.
+    """
     chosen = os.environ.get(CACHE_VARIABLE)
     candidates = [Path(chosen)] if chosen else [folder / "triton" for folder in cache_folders()]
+    key = _key(config)
+    problems = []
     for folder in candidates:
+        cache = KernelCache(folder, key)
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             status = folder.stat()
-        except OSError:
+            # Kernels from a folder that others can write to would be their code in our process.
+            if not chosen and (status.st_uid != os.getuid() or status.st_mode & 0o002):
+                raise PermissionError("it belongs to another user, or others may write to it")
+            if not cache.has_all(gpu):
+                _write(folder)
+        except OSError as error:
+            problems.append(f"{folder}: {error.strerror or error}")
             continue
-        # Kernels from a folder that others can write to would be their code in our process.
-        if os.access(folder, os.W_OK) and (chosen or (status.st_uid == os.getuid() and not status.st_mode & 0o002)):
-            os.environ[CACHE_VARIABLE] = str(folder)
-            return KernelCache(folder, _key(config))
-    return None
+        os.environ[CACHE_VARIABLE] = str(folder)
+        return cache
+    remedy = f"set {CACHE_VARIABLE if chosen else 'TOKENSPEED_CACHE'} to a folder of yours with room"
+    raise ConfigError(f"no folder for compiled GPU kernels can be written ({'; '.join(problems)}); {remedy}")
+
+
+def _write(folder: Path) -> None:
+    """As much as a kernel takes. Permission alone says nothing of a full disk."""
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        if file.write(bytes(PROBE_BYTES)) < PROBE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def num_workers(config: EngineConfig) -> int:
