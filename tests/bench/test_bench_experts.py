@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waits import WaitsForTheDevice
 
 from tokenspeed.bench import kernel_setting, kernels
 from tokenspeed.bench.expert_cases import experts_bytes, experts_flop
@@ -43,7 +44,9 @@ def test_expert_cases_run_on_the_reference(setting: Setting, op: str) -> None:
         for case in found:
             calls = case.make(reference.make(need))
             assert len(calls) == len(setting.copies(case.num_bytes))
-            out = calls[0]()
+            with WaitsForTheDevice() as watched:
+                out = calls[0]()
+            assert watched.waits is not reference.can_record
             assert isinstance(out[0] if isinstance(out, tuple) else out, torch.Tensor)
 
 

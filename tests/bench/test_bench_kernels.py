@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 from tiny_model import write_config
+from waits import WaitsForTheDevice
 
 from tokenspeed.bench import device, kernel_setting, kernels
 from tokenspeed.bench.kernel_cases import cases
@@ -17,7 +21,7 @@ from tokenspeed.bench.kernel_setting import NotTimed, Setting
 from tokenspeed.checkpoint.local import local_checkpoint
 from tokenspeed.config.model import read_model_config
 from tokenspeed.config.resolve import _USUAL
-from tokenspeed.kernels.registry import REQUIRED, Need, discover
+from tokenspeed.kernels.registry import REQUIRED, Implementation, Need, discover
 from tokenspeed.protocol.errors import ConfigError
 
 
@@ -129,7 +133,7 @@ def test_e4m3_linears_have_scales_by_row_and_by_block(setting):
 
 
 def test_sampling_is_timed_greedy_and_filtered(setting):
-    """By a CPU's own sampler and by the reference; both take the same arguments."""
+    """By a CPU's own sampler; the reference, which is not timed, takes the same arguments."""
     need = Need(setting.device, setting.dtype)
     able = [found for found in (*discover(), *SAMPLERS) if found.op == SAMPLING and found.why_not(need) is None]
     assert [found.name for found in able] == ["reference", "torch_cpu"]
@@ -184,6 +188,67 @@ def test_few_row_kernels_say_what_they_do_not_take(setting):
         case_of(setting, "block_linear", 1, "Q8_0 qkv").make(Few())
 
 
+@pytest.mark.parametrize("op", [*REQUIRED, SAMPLING])
+def test_references_say_whether_a_graph_could_hold_them(setting, op):
+    need = Need(setting.device, setting.dtype)
+    (reference,) = [found for found in discover() if found.op == op and found.name == "reference"]
+    call, *_ = case_of(setting, op, 3, {"linear": "qkv", SAMPLING: "320, greedy"}.get(op, "")).make(
+        reference.make(need)
+    )
+    with torch.inference_mode(), WaitsForTheDevice() as watched:
+        call()
+    assert watched.waits is not reference.can_record
+
+
+class Recordings:
+    """Makes recorders; as with graphs of one memory pool, one that failed once fails ever after."""
+
+    def __init__(self) -> None:
+        self.num_recorders = self.num_replays = self.num_tries = 0
+        self.is_capturing = False
+
+    def make(self, need: Need) -> SimpleNamespace:
+        self.num_recorders += 1
+        is_spoilt = False
+
+        @contextmanager
+        def record() -> Iterator[SimpleNamespace]:
+            nonlocal is_spoilt
+            self.num_tries += 1
+            if is_spoilt:
+                raise RuntimeError("the pool is in use")
+            is_spoilt, self.is_capturing = True, True
+            try:
+                yield SimpleNamespace(replay=self._replay)
+            finally:
+                self.is_capturing = False
+            is_spoilt = False
+
+        return SimpleNamespace(record=record)
+
+    def _replay(self) -> None:
+        self.num_replays += 1
+
+    def ask(self) -> None:
+        if self.is_capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_a_failed_capture_spoils_no_later_one(monkeypatch):
+    made = Recordings()
+    recorder = Implementation("recorder", "fake", 0, lambda need: None, made.make)
+    monkeypatch.setattr(kernels, "discover", lambda: [recorder])
+    monkeypatch.setattr(kernels.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(kernels, "best_s", lambda once, device, repeats: once() or 1.0)
+    timer = kernels.Timer(Need(torch.device("cuda"), torch.bfloat16), 1)
+    assert timer.time_s([lambda: None])[1] == "graph"
+    assert timer.time_s([made.ask])[1] == "eager"
+    assert timer.time_s([lambda: None])[1] == "graph"
+    assert (made.num_recorders, made.num_replays, made.num_tries) == (2, 2, 3)
+    assert timer.time_s([made.ask], can_record=False)[1] == "eager"
+    assert (made.num_recorders, made.num_tries) == (2, 3)
+
+
 def test_a_run_ends_in_one_line_of_json(tmp_path, capsys, monkeypatch, setting):
     monkeypatch.setattr(device, "CPU_READ_BYTES", 2**20)
     monkeypatch.setattr(device, "CPU_MATMUL_SIZE", 64)
@@ -204,6 +269,9 @@ def test_a_run_ends_in_one_line_of_json(tmp_path, capsys, monkeypatch, setting):
         assert row["method"] == "cpu"
         assert row["of_bound"] == pytest.approx(row["bound_us"] / row["time_us"])
         assert row["gb_per_s"] > 0
+    drawn = [(row["implementation"], row["is_chosen"]) for row in rows if row["op"] == "sample_rows"]
+    assert drawn == [("torch_cpu", True)] * 4
+    assert "sample_rows reference: it exists for comparison, no engine draws by it" in found["not_timed"]
     assert any(line.startswith("rms_norm triton: ") for line in found["not_timed"])
     assert any("not timed: " in line for line in shown)
 

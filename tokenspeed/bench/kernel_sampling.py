@@ -1,7 +1,8 @@
 """Cases of drawing one token a row for `kernel_cases`: greedy, and with the filters of most chats.
 
 A CPU's engine draws by the functions of `sampling.filters`, with other random numbers: named here as an implementation
-beside those of the registry, which keep requests in slots.
+beside those of the registry, which keep requests in slots. The registry's reference is not timed: no engine draws by
+it, and it takes 25 ms a row on a CPU.
 """
 
 from __future__ import annotations
@@ -89,6 +90,13 @@ def _torch_cpu(
         drawn = draw(logits.float(), params)
     token_ids[slots.long(), positions] = drawn
     return drawn.int()
+
+
+def only_compared(implementation: Implementation) -> str | None:
+    """Why an implementation is not timed although it serves; None for those that engines may use."""
+    if (implementation.op, implementation.name) == (SAMPLING, "reference"):
+        return "it exists for comparison, no engine draws by it"
+    return None
 
 
 def _why_not_torch(need: Need) -> str | None:

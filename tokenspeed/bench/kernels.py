@@ -1,7 +1,8 @@
 """`tokenspeed bench kernels`: every implementation of every operation of the registry, at the shapes of a model.
 
-CUDA: the calls of a case are captured in one graph, and its replay is timed. CPU: the fastest of several rounds. Each
-row shows bytes and operations a second beside the time that the device needs for them at its measured ceilings.
+CUDA: the calls of a case are captured in one graph, and its replay is timed; what waits for the device cannot be, and
+is timed call by call. CPU: the fastest of several rounds. Each row shows bytes and operations a second beside the time
+that the device needs for them at its measured ceilings.
 `--tune` instead finds the tiles of the expert kernels (`expert_tune`).
 """
 
@@ -22,7 +23,7 @@ from tokenspeed.bench.arguments import counts, integer, number, parse_all
 from tokenspeed.bench.device import Ceilings, best_s, measure_ceilings
 from tokenspeed.bench.expert_cases import moe_need
 from tokenspeed.bench.kernel_cases import cases
-from tokenspeed.bench.kernel_sampling import SAMPLERS, SAMPLING
+from tokenspeed.bench.kernel_sampling import SAMPLERS, SAMPLING, only_compared
 from tokenspeed.bench.kernel_setting import Call, Case, NotTimed, Setting
 from tokenspeed.checkpoint.resolve import resolve_checkpoint
 from tokenspeed.config.device import read_device_info
@@ -228,13 +229,21 @@ class Timer:
     def __init__(self, need: Need, repeats: int) -> None:
         self._device = need.device
         self._repeats = repeats
-        self._recorder: Recorder | None = None
-        if need.device.type == "cuda":
-            able = [found for found in discover() if found.op == "recorder" and found.why_not(need) is None]
-            self._recorder = able[0].make(need) if able else None
+        self._need = need
+        self._recorder = self._new_recorder()
 
-    def time_s(self, calls: list[Call]) -> tuple[float, Literal["graph", "eager", "cpu"]]:
-        """Seconds a call, and how that was measured."""
+    def _new_recorder(self) -> Recorder | None:
+        if self._device.type != "cuda":
+            return None
+        able = [found for found in discover() if found.op == "recorder" and found.why_not(self._need) is None]
+        return able[0].make(self._need) if able else None
+
+    def time_s(self, calls: list[Call], can_record: bool = True) -> tuple[float, Literal["graph", "eager", "cpu"]]:
+        """Seconds a call, and how that was measured.
+
+        Args:
+            can_record: see `Implementation`.
+        """
         if self._device.type == "cuda":
             calls = calls * -(-MIN_CALLS // len(calls))
 
@@ -245,12 +254,13 @@ class Timer:
         if self._device.type == "cpu":
             return best_s(once, self._device, self._repeats) / len(calls), "cpu"
         once()
-        if self._recorder is not None:
+        if self._recorder is not None and can_record:
             try:
                 with self._recorder.record() as graph:
                     once()
             except RuntimeError:
                 torch.cuda.synchronize()  # an implementation that asks the host cannot be captured
+                self._recorder = self._new_recorder()  # the memory pool of the other is spoilt for whoever comes next
             else:
                 return best_s(graph.replay, self._device, self._repeats) / len(calls), "graph"
         return best_s(once, self._device, self._repeats) / len(calls), "eager"
@@ -273,7 +283,7 @@ def measure_op(
     able: list[Implementation] = []
     for implementation in (*discover(), *SAMPLERS):
         if implementation.op == op:
-            reason = implementation.why_not(need)
+            reason = implementation.why_not(need) or only_compared(implementation)
             if reason is None:
                 able.append(implementation)
             else:
@@ -285,7 +295,7 @@ def measure_op(
                 report.not_timed.append(f"{op} {implementation.name}, {case.shape}, {case.rows} rows: --time-limit")
                 continue
             try:
-                time_s, method = timer.time_s(case.make(made))
+                time_s, method = timer.time_s(case.make(made), implementation.can_record)
             except NotTimed as reason:
                 line = f"{op} {implementation.name}, {case.rows} rows: {reason}"
                 if line not in report.not_timed:
@@ -321,7 +331,7 @@ def _row(
 
 def show(report: KernelReport) -> None:
     """Print it; the last line is JSON."""
-    table = Table(title=f"{report.model}, {report.dtype}, {report.device} (* = the registry's choice)")
+    table = Table(title=f"{report.model}, {report.dtype}, {report.device} (* = what engines use)")
     for column in ("op", "shape", "rows", "implementation"):
         table.add_column(column)
     for column in ("us", "GB/s", "TFLOP/s", "bound us", "of bound"):

@@ -46,6 +46,7 @@ class Implementation:
         rank: lower is preferred.
         why_not: None when it can serve the need, else the reason in words.
         make: called once, when chosen; returns the callable.
+        can_record: False where a call waits for the device: no CUDA graph holds it.
     """
 
     op: str
@@ -53,6 +54,7 @@ class Implementation:
     rank: int
     why_not: Callable[[Need], str | None]
     make: Callable[[Need], Any]
+    can_record: bool = True
 
 
 def discover() -> list[Implementation]:

@@ -72,4 +72,4 @@ def paged_attention(
     return out
 
 
-IMPLEMENTATIONS = (reference("paged_attention", paged_attention),)
+IMPLEMENTATIONS = (reference("paged_attention", paged_attention, can_record=False),)

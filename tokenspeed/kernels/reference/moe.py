@@ -181,5 +181,5 @@ class ReferenceExperts:
 
 IMPLEMENTATIONS = (
     reference("route", Router()),
-    Implementation("experts", "reference", REFERENCE_RANK, never, lambda need: ReferenceExperts()),
+    Implementation("experts", "reference", REFERENCE_RANK, never, lambda need: ReferenceExperts(), can_record=False),
 )

@@ -88,9 +88,9 @@ def never(need: Need) -> str | None:
     return None
 
 
-def reference(op: str, function: Callable[..., Any]) -> Implementation:
+def reference(op: str, function: Callable[..., Any], can_record: bool = True) -> Implementation:
     """An `Implementation` entry for a stateless reference function."""
-    return Implementation(op, "reference", REFERENCE_RANK, never, lambda need: function)
+    return Implementation(op, "reference", REFERENCE_RANK, never, lambda need: function, can_record)
 
 
 IMPLEMENTATIONS = (
