@@ -6,6 +6,8 @@ bits, and knows no NaN of 8 bits.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -25,6 +27,8 @@ from expert_layers import (
     summed_truth,
 )
 from kernel_device import DEVICE, KIND, ON_GPU
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tokenspeed.kernels.triton.moe_align import MAX_SMALL_PAIRS, group_pairs
 from tokenspeed.kernels.triton.moe_grouped import combine, expert_matrix
@@ -87,6 +91,36 @@ def test_experts_are_packed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     truth = mxfp4_values(codes, scales)
     packed = pack_mxfp4(codes, scales, "w")
     assert torch.equal(unpacked(packed.codes, packed.scales, 64), truth)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most bytes of one tensor that is made, views apart."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            given = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, torch.Tensor)]
+            if out.untyped_storage().data_ptr() not in {arg.untyped_storage().data_ptr() for arg in given}:
+                self.nbytes = max(self.nbytes, out.nbytes)
+        return out
+
+
+def test_temporary_memory_is_that_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: where a scale was unusual, whole layers were looked at together, 2 GB of gpt-oss-120b."""
+    values = 16 * 64
+    monkeypatch.setattr("tokenspeed.kernels.triton.moe_mxfp4.PACK_VALUES", values)
+    codes = torch.randint(0, 256, (16, 16, 32), dtype=torch.uint8)
+    codes[9, 3, 16:] = 0x80  # a block of zeros
+    scales = torch.randint(110, 125, (16, 16, 2), dtype=torch.uint8)
+    scales[9, 3, 1] = 250
+    truth = mxfp4_values(codes, scales)
+    with Largest() as made:
+        packed = pack_mxfp4(codes, scales, "w")
+    assert torch.equal(unpacked(packed.codes, packed.scales, 64), truth)
+    assert packed.references is not None
+    assert made.nbytes <= 2 * values < codes.nbytes
 
 
 def test_scales_that_are_too_large_are_refused() -> None:

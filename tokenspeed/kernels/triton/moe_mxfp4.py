@@ -42,7 +42,7 @@ HALF_EXPONENT = 30
 MIN_REFERENCE = -14
 """Below, 2^(reference - 112), by which a row is multiplied in the end, would be subnormal."""
 PACK_VALUES = 2**26
-"""Values that are rearranged at once: the temporary memory is about 6 bytes for each."""
+"""Values that are checked or rearranged at once: the temporary memory is about 6 bytes for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +72,19 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, what: str) -> Mxfp4Wei
     groups = -(-width // COLUMNS)
     size = num_experts, num_rows // ROWS, groups, FRAGMENT_BYTES
     packed = codes.view(size) if width % COLUMNS == 0 else codes.new_empty(size)
-    at_once = max(1, PACK_VALUES // (num_rows * width))
-    for start in range(0, num_experts, at_once):
-        part = codes[start : start + at_once]
-        part = functional.pad(part, (0, groups * COLUMNS // 2 - half_width))
-        packed[start : start + at_once] = _fragments(part)
+    for some in _parts(codes):
+        packed[some] = _fragments(functional.pad(codes[some], (0, groups * COLUMNS // 2 - half_width)))
     biased = scales + CODE_EXPONENT
     missing = biased[:, :, -1:].expand(-1, -1, -scales.shape[2] % 4)
     words = torch.cat((biased, missing), dim=2).view(torch.int32).transpose(1, 2).contiguous()
     return Mxfp4Weight(packed, words, _references(biased), width)
+
+
+def _parts(codes: torch.Tensor) -> list[slice]:
+    """Experts of codes uint8 [E, N, K / 2] that are taken at once."""
+    num_experts, num_rows, half_width = codes.shape
+    at_once = max(1, PACK_VALUES // max(1, num_rows * half_width * 2))
+    return [slice(start, min(start + at_once, num_experts)) for start in range(0, num_experts, at_once)]
 
 
 def _references(biased: torch.Tensor) -> torch.Tensor | None:
@@ -106,6 +110,10 @@ def _checked_scales(codes: torch.Tensor, scales: torch.Tensor, what: str) -> tor
     """`scales`, or others for blocks of zeros, where those are too large or far from the rest of their row."""
     if not scales.numel():
         return scales
+    return torch.cat([_checked_part(codes[some], scales[some], what) for some in _parts(codes)])
+
+
+def _checked_part(codes: torch.Tensor, scales: torch.Tensor, what: str) -> torch.Tensor:
     largest, smallest = scales.amax(dim=2, keepdim=True), scales.amin(dim=2, keepdim=True)
     if not bool(((largest > MAX_SCALE) | (largest - smallest >= HALF_EXPONENT)).any()):
         return scales
