@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import types
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -26,11 +27,11 @@ from tokenspeed.config.model import MoeConfig
 from tokenspeed.kernels.triton.compile_monitor import KernelOrder
 from tokenspeed.models.registry import examples
 from tokenspeed.protocol.errors import ConfigError
-from tokenspeed.runner import compile, compile_start
+from tokenspeed.runner import compile, compile_folder, compile_start
 from tokenspeed.runner.compile import start_compile
 from tokenspeed.runner.compile_folder import Compiled, Target, publish, target
 from tokenspeed.runner.compile_list import list_kernels
-from tokenspeed.runner.compile_start import Workers, num_workers, prepare_cache, start_early, twin
+from tokenspeed.runner.compile_start import Workers, num_workers, prepare_cache, start_early, start_workers, twin
 from tokenspeed.runner.warm_up import plan_pages, representatives, warm_up_plans
 
 GIB = 2**30
@@ -91,7 +92,7 @@ def machine(tmp_path, monkeypatch):
 
     def use(code: str) -> list[subprocess.Popen[bytes]]:
         def popen(command, **named):
-            assert command[1:3] == ["-m", "tokenspeed.runner.compile_worker"]
+            assert command[1:3] == ["-m", "tokenspeed.runner.compile_process"]
             started.append(real([sys.executable, "-c", code, *command[3:]], **named))
             return started[-1]
 
@@ -313,6 +314,49 @@ def test_workers_that_cannot_be_started_cost_time_only(machine, monkeypatch, cap
     assert not list(tmp_path.glob("tokenspeed-compile-*")), "its folder is gone"
 
 
+def test_a_folder_that_cannot_be_filled_does_not_stay(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mkdir = Path.mkdir
+
+    def full(path, *args, **named):
+        if path.name == "done":
+            raise OSError(28, "No space left on device")
+        mkdir(path, *args, **named)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    assert start_workers(2) is None and "No space left on device" in caplog.text
+    assert not os.listdir(tmp_path)
+
+
+def test_who_still_writes_does_not_find_the_folder(monkeypatch, tmp_path):
+    """A file that appears while the folder is emptied would keep it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder, rmtree = compile_folder.work_folder(), shutil.rmtree
+
+    def emptied(path, **named):
+        with pytest.raises(FileNotFoundError):
+            (folder / "done" / "late").touch()
+        rmtree(path, **named)
+
+    monkeypatch.setattr(shutil, "rmtree", emptied)
+    for _ in range(2):
+        compile_folder.remove(folder)
+        assert not os.listdir(tmp_path)
+
+
+def test_a_worker_that_dies_halfway_costs_its_kernel_only(machine, tmp_path, caplog):
+    """The others go on, and the cache is not complete."""
+    machine(COMPILES.replace('os.listdir(folder / "orders")', 'os.listdir(folder / "orders")[:1]') + "\nsys.exit(1)")
+    loaded = []
+    with start_compile(CONFIG) as job:
+        for order in ORDERS:
+            job.order(order)
+        assert "1 compiled by 1 processes" in (told := job.wait(True, loaded.append)) and "; 1 failed" in told
+        assert len(loaded) == 1 and not job.has_loaded_all
+    assert "ended with code 1" in caplog.text
+    assert not list(tmp_path.glob("cache/triton/warm-*"))
+
+
 def test_a_folder_that_goes_costs_time_only(machine, caplog):
     machine("import time; time.sleep(60)")
     with start_compile(CONFIG) as job:
@@ -404,8 +448,9 @@ def test_a_launcher_that_nobody_built_is_not_waited_for(machine):
 
 
 def test_starting_workers_takes_neither_torch_nor_triton():
-    """They would not be started early."""
-    code = "import sys, tokenspeed.engine.process; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
+    """They would not be started early, and would not hear of the engine's death meanwhile."""
+    parts = "tokenspeed.engine.process, tokenspeed.runner.compile_process"
+    code = f"import sys, {parts}; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,6 +86,68 @@ def test_a_launcher_is_built_once_and_missed_by_nobody(folder: Path, monkeypatch
     done = [compile_folder.result(path) for path in sorted((folder / "done").iterdir())]
     assert [(one.name, one.launcher) for one in done] == [("a", "same"), ("b", "same")]
     assert (folder / "launchers" / "same").exists()
+
+
+def test_a_worker_that_dies_halfway_leaves_the_rest_to_the_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(order: KernelOrder) -> None:
+        if order.name == "deadly":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(compile_worker, "load_kernel", load)
+    monkeypatch.setattr(compile_worker, "HAS_LAUNCHERS", False)
+    names = {"1": "first", "2": "deadly", "3": "third"}
+    for place, name in names.items():
+        compile_folder.publish(folder / "orders" / place, KernelOrder("m", name, "{}", 1))
+    (folder / compile_folder.END).touch()
+    assert compile_worker._fork(folder, 2) == 1
+    assert compile_folder.names(folder / "claims") == set(names)
+    assert compile_folder.names(folder / "done") == {"1", "3"}
+
+
+STARTS = """
+import sys, time
+from tokenspeed.kernels.triton.compile_monitor import KernelOrder
+from tokenspeed.runner.compile_folder import TARGET, Target, names, publish
+from tokenspeed.runner.compile_start import start_workers
+workers = start_workers(2)
+if sys.argv[1] == "at work":
+    publish(workers.folder / TARGET, Target("cuda", 90, 32))
+    publish(workers.folder / "orders" / "1", KernelOrder("no.such.module", "a", "{}", 1))
+    while not names(workers.folder / "done"):
+        time.sleep(0.01)
+print(workers.folder, flush=True)
+time.sleep(600)
+"""
+
+
+def processes_of(folder: str) -> list[str]:
+    """Command lines of those that were told of the folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += [line for line in [path.read_text()] if folder in line]
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel says that a parent has died")
+@pytest.mark.parametrize("moment", ["at once", "at work"])
+def test_an_engine_that_is_killed_leaves_nothing(tmp_path: Path, moment: str) -> None:
+    """Regression: the folder stayed when a start took too long, was interrupted, or lost its front end."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    engine = subprocess.Popen(
+        [sys.executable, "-c", STARTS, moment], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert engine.stdout is not None
+    folder = engine.stdout.readline().strip()
+    assert folder.startswith(str(tmp_path)) and processes_of(folder)
+    engine.kill()
+    engine.communicate()
+    deadline_s = time.monotonic() + 60.0
+    while (left := [*processes_of(folder), *tmp_path.glob("tokenspeed-compile-*")]) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not left
 
 
 def test_a_worker_waits_for_the_target_until_the_engine_has_ended(folder: Path) -> None:

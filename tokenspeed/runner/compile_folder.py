@@ -11,7 +11,9 @@ log              what the workers say
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -54,9 +56,21 @@ class Target(msgspec.Struct, frozen=True):
 def work_folder() -> Path:
     """A new one."""
     work = Path(tempfile.mkdtemp(prefix="tokenspeed-compile-"))
-    for name in FOLDERS:
-        (work / name).mkdir()
+    try:
+        for name in FOLDERS:
+            (work / name).mkdir()
+    except BaseException:
+        remove(work)
+        raise
     return work
+
+
+def remove(work: Path) -> None:
+    """With all that is in it. Workers that still write do not find it under another name. Safe to call again."""
+    gone = work.with_name(f"{work.name}-gone")
+    with contextlib.suppress(OSError):
+        work.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def publish(path: Path, message: Any) -> None:

@@ -13,11 +13,9 @@ import hashlib
 import importlib.metadata
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +28,11 @@ from tokenspeed.config.model import ModelConfig
 from tokenspeed.kernels.cpu.native.build import cache_folders
 from tokenspeed.protocol.errors import ConfigError
 from tokenspeed.runner import warm_up
-from tokenspeed.runner.compile_folder import POLL_S, work_folder
+from tokenspeed.runner.compile_folder import remove, work_folder
 from tokenspeed.runner.warm_up import EXPERT_TOKENS, plan_pages, representatives, warm_up_plans
 
 CACHE_VARIABLE = "TRITON_CACHE_DIR"
 MAX_WORKERS = 16
-REMOVALS = 10
 PROBE_BYTES = 2**20
 TWIN_BATCH_TOKENS = 1024
 
@@ -77,11 +74,7 @@ class Workers:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        for _ in range(REMOVALS):
-            shutil.rmtree(self.folder, ignore_errors=True)
-            if not self.folder.exists():
-                break
-            time.sleep(POLL_S)  # its children end a moment later, and may still write
+        remove(self.folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +110,22 @@ def start_early(config: EngineConfig) -> Workers | None:
 
 def start_workers(count: int) -> Workers | None:
     """`count` processes. None when none can be had, which costs time only."""
-    folder: Path | None = None
     try:
         folder = work_folder()
-        command = [sys.executable, "-m", "tokenspeed.runner.compile_worker", str(folder), str(count), str(os.getpid())]
-        with open(folder / "log", "wb") as log:
-            return Workers(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log), folder)
+        try:
+            return Workers(_start(folder, count), folder)
+        except BaseException:
+            remove(folder)  # which ends a process that was started
+            raise
     except OSError as error:
         logger.warning("kernels are compiled one by one, no worker could be started: %s", error)
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
         return None
+
+
+def _start(folder: Path, count: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tokenspeed.runner.compile_process", str(folder), str(count), str(os.getpid())]
+    with open(folder / "log", "wb") as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 def prepare_cache(config: EngineConfig, gpu: str | None = None) -> KernelCache:

@@ -1,20 +1,17 @@
-"""Processes that fill Triton's cache: `python -m tokenspeed.runner.compile_worker FOLDER COUNT PARENT`.
+"""Processes that fill Triton's cache.
 
-`compile_start` starts them. One process imports Triton and the kernels, and forks the others, which share its memory.
-None of them touches the GPU. They take orders from the folder (`compile_folder`), the longest first, until there will
-be no more.
+One (`compile_process`) imports Triton and the kernels, and forks the others, which share its memory. None of them
+touches the GPU. They take orders from the folder (`compile_folder`), the longest first, until there will be no more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import importlib
 import os
 import pkgutil
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -31,36 +28,32 @@ from triton.backends.nvidia import driver as nvidia
 import tokenspeed.kernels.triton
 from tokenspeed.kernels.triton.compile_monitor import KernelOrder, load_kernel
 from tokenspeed.runner.compile_folder import END, POLL_S, Compiled, Target, names, publish, target
+from tokenspeed.runner.compile_process import die_with_parent
 
-NICENESS = 10
-"""With as many workers as cores, the engine, which lists the kernels, would have to share one."""
 HAS_LAUNCHERS = hasattr(nvidia, "make_launcher")
 """Up to 3.6 Triton launches kernels through a C module for each signature, which it compiles as well."""
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def main() -> int:
-    """Make ready, wait for the target, fork, compile, wait for the others."""
-    folder, count, parent = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the engine ends its workers
-    _die_with_parent()
-    if os.getppid() != parent:
-        return 1  # it has ended already
-    os.nice(NICENESS)
+def compile_all(folder: Path, count: int) -> int:
+    """Make ready, wait for the target, have `count` forks work; returns 0 when none failed."""
     _prepare()
     compiles_for = _target(folder)
     if compiles_for is None:
         return 0
     triton.runtime.driver.set_active(_absent_gpu(compiles_for))
+    return _fork(folder, count)
+
+
+def _fork(folder: Path, count: int) -> int:
+    own = os.getpid()
     children = []
-    for index in range(1, count):
+    for index in range(count):
         child = os.fork()
         if child == 0:
-            os._exit(_forked(folder, index))
+            os._exit(_forked(folder, index, own))
         children.append(child)
-    num_failed = work(folder, 0)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    return int(num_failed > 0 or any(codes))
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    return int(any(codes))
 
 
 def _prepare() -> None:
@@ -132,18 +125,14 @@ def _claim(folder: Path, name: str) -> bool:
     return True
 
 
-def _forked(folder: Path, index: int) -> int:
+def _forked(folder: Path, index: int, parent: int) -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        _die_with_parent()
-        return int(work(folder, index) > 0)
+        die_with_parent(signal.SIGKILL)
+        return int(os.getppid() != parent or work(folder, index) > 0)
     except BaseException:
         traceback.print_exc()
         return 1
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _absent_gpu(compiles_for: Target) -> Any:
@@ -182,7 +171,3 @@ def _build_launcher(kernel: Any, built: Path) -> None:
         nvidia.CudaLauncher(kernel.src, kernel.metadata)
     finally:
         built.touch()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
