@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import types
 
@@ -11,11 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from tokenspeed.cache.spec import GroupSpec
+from tokenspeed.config import gpu_choices
+from tokenspeed.config.gpu_choices import MAX_PREFILL_TOKENS, prefill_ladder
 from tokenspeed.protocol.errors import ConfigError
 from tokenspeed.runner import memory
 from tokenspeed.runner.memory import (
-    GRAPH_BYTES,
+    DECODE_GRAPH_BYTES,
+    MIB,
+    PREFILL_GRAPH_BYTES,
     PREFILL_GRAPH_REQUESTS,
+    PREFILL_ONCE_BYTES,
     SLACK_BYTES,
     MemoryUse,
     PoolWish,
@@ -139,10 +145,34 @@ def test_groups_share_a_pool():
 
 def test_graph_reserve():
     assert graph_reserve_bytes((), 1000, GIB) == 0
-    assert graph_reserve_bytes((1, 8), 1000, 500) == 500 + 9 * 1000 * 4 + 2 * GRAPH_BYTES
+    assert graph_reserve_bytes((1, 8), 1000, 500) == 500 + 9 * 1000 * 4 + 2 * DECODE_GRAPH_BYTES
     assert prefill_reserve_bytes((), 1000, GIB, 8192) == 0
-    each = PREFILL_GRAPH_REQUESTS * 1000 * 4 + GRAPH_BYTES
-    assert prefill_reserve_bytes((16, 512), 1000, GIB, 8192) == GIB // 16 + 2 * each
+    each = PREFILL_GRAPH_REQUESTS * 1000 * 4 + PREFILL_GRAPH_BYTES
+    assert prefill_reserve_bytes((16, 512), 1000, GIB, 8192) == GIB // 16 + PREFILL_ONCE_BYTES + 2 * each
+
+
+MEASURED_MIB = {"Qwen3-8B": (102, 42, 2), "gpt-oss-20b": (98, 2, 0)}
+"""With each prompt size that was recorded after others: see `memory.PREFILL_GRAPH_BYTES`."""
+
+
+@pytest.mark.parametrize("model", MEASURED_MIB)
+def test_the_reserve_covers_what_was_measured(model):
+    """Regression: 16 MiB a size, and nothing for what comes once, were below it for each of three sizes."""
+    kept = 0
+    for count, measured_mib in enumerate(MEASURED_MIB[model], 1):
+        kept += measured_mib * MIB
+        assert prefill_reserve_bytes(range(640, 640 + count), 0, 0, 8192) >= kept
+
+
+def test_the_default_ladder_has_room_for_sizes_as_dear_as_the_dearest():
+    ladder = prefill_ladder(MAX_PREFILL_TOKENS)
+    most = max(each for _, *others in MEASURED_MIB.values() for each in others)
+    assert prefill_reserve_bytes(ladder, 0, 0, 8192) >= (102 + len(ladder) * most) * MIB
+
+
+def test_the_figures_stand_at_one_place():
+    """Regression: the ladder's reasons named another figure than was reserved."""
+    assert "MiB" not in inspect.getsource(gpu_choices) and "`runner.memory`" in inspect.getsource(gpu_choices)
 
 
 NARROW = "--kv-cache-dtype fp8"

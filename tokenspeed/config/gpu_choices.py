@@ -20,7 +20,7 @@ by `QuickLaunch`, at 512 of every kernel, at 1024 of all but the experts':
     Qwen3-8B      12.0 / 26.6 / 13.7   24.7 / 25.7 / 24.4
 Launching takes the host 10 to 16 ms of it at any length, and the 21 ms of gpt-oss-20b were before its experts took
 float16 tensor cores. A token of padding costs the GPU 18 or 25 us at most, less where the products' tiles of 128 have
-room for it. One more size is recorded in 0.04 s and keeps 0 to 40 MiB.
+room for it. One more size is recorded in 0.04 s; `runner.memory` has what it keeps.
 """
 MAX_GRAPH_ROWS = 512
 """Above so many rows a step is bound by arithmetic, and launches no longer show."""
