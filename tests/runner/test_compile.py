@@ -5,12 +5,9 @@ Workers here are a small Python program in place of the real one; there is no GP
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import resource
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -19,47 +16,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from compile_support import CONFIG
 
-from tokenspeed.checkpoint.checkpoint import Checkpoint
-from tokenspeed.config.engine import Choice, EngineConfig
-from tokenspeed.config.gpu_choices import capture_ladder
-from tokenspeed.config.model import MoeConfig
 from tokenspeed.kernels.triton.compile_monitor import KernelOrder
-from tokenspeed.models.registry import examples
 from tokenspeed.protocol.errors import ConfigError
 from tokenspeed.runner import compile, compile_folder, compile_start
 from tokenspeed.runner.compile import start_compile
 from tokenspeed.runner.compile_folder import Compiled, Target, publish, target
 from tokenspeed.runner.compile_list import list_kernels
-from tokenspeed.runner.compile_start import Workers, num_workers, prepare_cache, start_early, start_workers, twin
-from tokenspeed.runner.warm_up import plan_pages, representatives, warm_up_plans
+from tokenspeed.runner.compile_start import Workers, num_workers, prepare_cache, start_early, start_workers
 
-GIB = 2**30
-CONFIG = EngineConfig(
-    model=next(example for example in examples() if example.architecture == "LlamaForCausalLM"),
-    checkpoint=Checkpoint(name="x", format="safetensors", config_path="/x", weight_files=("/w",), tokenizer_path="/x"),
-    load_format="safetensors",
-    device="cuda",
-    dtype="bfloat16",
-    kv_cache_dtype="bfloat16",
-    max_model_len=4096,
-    max_num_seqs=160,
-    max_num_batched_tokens=8192,
-    page_size=64,
-    num_pages=None,
-    kv_memory_bytes=None,
-    enable_prefix_caching=True,
-    enable_overlap=True,
-    enforce_eager=False,
-    schedule_policy="fifo",
-    attention_backend="auto",
-    num_threads=3,
-    seed=5,
-    max_queue_len=5,
-    gpu_memory_utilization=0.88,
-    capture_sizes=capture_ladder(160),
-    choices=(Choice("--seed", "5", "drawn"),),
-)
 ORDERS = [KernelOrder("m", "a", "{}", 9), KernelOrder("m", "b", "{}", 1000)]
 DONE = """
 import os, sys, time
@@ -102,55 +68,6 @@ def machine(tmp_path, monkeypatch):
     return use
 
 
-def test_the_twin_has_the_same_kernels_and_little_memory():
-    small = twin(CONFIG)
-    assert small.model == msgspec.structs.replace(CONFIG.model, num_layers=1)
-    assert (small.load_format, small.checkpoint.format, small.checkpoint.weight_files) == ("dummy", "config", ())
-    assert small.num_pages == 64 and small.num_pages >= plan_pages(warm_up_plans(160, 4096, 1024, 64))
-    assert small.grammar_backend == "none", "it would start a process of its own"
-    assert small.capture_sizes == representatives(CONFIG.capture_sizes)
-    same = ("dtype", "page_size", "max_model_len", "max_num_seqs", "attention_backend", "kv_cache_dtype")
-    assert all(getattr(small, name) == getattr(CONFIG, name) for name in same)
-
-
-def sparse(num_layers: int, windows: tuple[int | None, ...], dense_layers: tuple[int, ...] = ()) -> EngineConfig:
-    moe = MoeConfig(num_experts=8, top_k=2, intermediate_size=32, dense_layers=dense_layers)
-    model = msgspec.structs.replace(CONFIG.model, num_layers=num_layers, layer_windows=windows, moe=moe)
-    return msgspec.structs.replace(CONFIG, model=model)
-
-
-@pytest.mark.parametrize(
-    ("windows", "dense_layers", "count"),
-    [
-        ((), (), 1),
-        ((128, None) * 4, (), 2),
-        ((128,) * 3 + (None,) * 5, (), 4),
-        ((), (0,), 2),
-        ((), (0, 1, 2), 4),
-        ((), tuple(range(8)), 1),
-        ((128, None) * 4, (0, 7), 8),
-        ((128, None) * 4, (0, 1), 4),
-    ],
-)
-def test_the_twin_has_a_layer_of_every_kind(windows, dense_layers, count):
-    """Regression: one layer only, so that kernels of the other kinds were compiled while requests waited."""
-    config = sparse(8, windows, dense_layers)
-    small = twin(config).model
-    assert small.num_layers == count
-    assert small.layer_windows == windows[:count]
-    assert small.moe == msgspec.structs.replace(
-        config.model.moe, dense_layers=tuple(layer for layer in dense_layers if layer < count)
-    )
-
-    def kinds(model):
-        return {
-            (model.layer_windows[layer] if windows else None, layer in model.moe.dense_layers)
-            for layer in range(model.num_layers)
-        }
-
-    assert kinds(small) == kinds(config.model)
-
-
 def test_as_many_workers_as_cores():
     assert num_workers(CONFIG) == 3
     assert num_workers(msgspec.structs.replace(CONFIG, num_threads=200)) == compile_start.MAX_WORKERS
@@ -181,70 +98,6 @@ def test_success_is_remembered(machine, tmp_path):
     elsewhere = msgspec.structs.replace(CONFIG, checkpoint=msgspec.structs.replace(CONFIG.checkpoint, name="y"))
     with start_compile(msgspec.structs.replace(elsewhere, seed=9)) as job:
         assert "compiled before" in job.wait(True)
-
-
-NOT_DECIDING = {
-    "model", "checkpoint", "load_format", "num_pages", "kv_memory_bytes", "enable_prefix_caching", "enable_overlap",
-    "enforce_eager", "schedule_policy", "num_threads", "seed", "max_queue_len", "gpu_memory_utilization", "pad_graphs",
-    "trust_remote_code", "skip_tokenizer_init", "grammar_backend", "grammar_timeout_s", "any_whitespace",
-    "decode_log_interval", "choices",
-}  # fmt: skip
-
-
-def test_every_field_is_known_to_decide_or_not():
-    """A new field must be put on either side. The model's shape has a rule of its own, and `enforce_eager` and
-    `load_format` speak through the sizes that are recorded and the model's `qtype`."""
-    fields = set(EngineConfig.__struct_fields__)
-    assert set(compile_start.DECIDING_FIELDS) | NOT_DECIDING == fields
-    assert not set(compile_start.DECIDING_FIELDS) & NOT_DECIDING
-    assert set(compile_start.TEXT_FIELDS) < set(type(CONFIG.model).__struct_fields__)
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_same"),
-    [
-        ({"decode_log_interval": 7}, True),
-        ({"max_queue_len": 9, "schedule_policy": "priority", "enable_prefix_caching": False}, True),
-        ({"gpu_memory_utilization": 0.5, "kv_memory_bytes": GIB, "num_threads": 9, "seed": 9, "choices": ()}, True),
-        ({"model": msgspec.structs.replace(CONFIG.model, eos_token_ids=(9,), sampling_defaults={"top_p": 0.5})}, True),
-        ({"model": msgspec.structs.replace(CONFIG.model, num_layers=CONFIG.model.num_layers + 1)}, True),
-        ({"model": msgspec.structs.replace(CONFIG.model, hidden_size=2 * CONFIG.model.hidden_size)}, False),
-        ({"dtype": "float16"}, False),
-        ({"kv_cache_dtype": "fp8_e4m3"}, False),
-        ({"quantize_on_load": "fp8"}, False),
-        ({"page_size": 32}, False),
-        ({"max_model_len": 4097}, False),
-        ({"max_num_seqs": 161}, False),
-        ({"capture_sizes": (1, 2)}, False),
-        ({"prefill_sizes": (16,)}, False),
-        ({"max_num_batched_tokens": 512}, False),
-        ({"attention_backend": "fa3"}, False),
-        ({"moe_backend": "torch"}, False),
-    ],
-)
-def test_the_marker_is_of_what_decides_the_variants(machine, changes, is_same):
-    """Regression: it was of the whole configuration, so that --decode-log-interval started 16 workers over a full
-    cache."""
-    assert (compile_start._key(msgspec.structs.replace(CONFIG, **changes)) == compile_start._key(CONFIG)) == is_same
-
-
-def test_the_marker_is_of_kernels_tables_and_steps(machine, tmp_path, monkeypatch):
-    """Regression: a tuned table changes tiles, and the marker still said that all was compiled."""
-    names = {path.name for path in compile_start._deciding_files()}
-    assert {"decode_attention.py", "NVIDIA_H200.json", "warm_up.py"} <= names
-    folder, steps = tmp_path / "triton", tmp_path / "steps.py"
-    (folder / "tables").mkdir(parents=True)
-    kernel, table = folder / "kernel.py", folder / "tables" / "A_GPU.json"
-    for path in (kernel, table, steps):
-        path.write_text("1")
-    monkeypatch.setattr(compile_start.tokenspeed.kernels.triton, "__path__", [str(folder)])
-    monkeypatch.setattr(compile_start.warm_up, "__file__", str(steps))
-    seen = {compile_start._key(CONFIG)}
-    for path in (kernel, table, steps):
-        path.write_text("2")
-        seen.add(compile_start._key(CONFIG))
-    assert len(seen) == 4
-    assert compile_start._key(CONFIG) in seen, "nothing has changed since"
 
 
 @pytest.mark.parametrize(
@@ -377,6 +230,15 @@ def test_workers_are_there_before_the_gpu_is_asked(machine, monkeypatch):
     assert early.process.poll() == -9 and not early.folder.exists(), "the GPU did not answer"
 
 
+def test_without_a_cache_folder_nothing_is_started(machine, monkeypatch):
+    started = machine(COMPILES)
+    monkeypatch.setenv(compile_start.CACHE_VARIABLE, "/proc/nowhere")
+    for start in (start_compile, start_early):
+        with pytest.raises(ConfigError, match="no folder for compiled GPU kernels can be written"):
+            start(CONFIG)
+    assert not started
+
+
 def test_early_workers_are_taken_over(machine):
     started = machine(COMPILES)
     early = start_early(CONFIG)
@@ -452,50 +314,6 @@ def test_starting_workers_takes_neither_torch_nor_triton():
     parts = "tokenspeed.engine.process, tokenspeed.runner.compile_process"
     code = f"import sys, {parts}; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_cache_folders(machine, tmp_path, monkeypatch):
-    open_folder = tmp_path / "open" / "triton"
-    open_folder.mkdir(parents=True)
-    open_folder.chmod(0o777)
-    monkeypatch.setattr(compile_start, "cache_folders", lambda: [tmp_path / "open", tmp_path / "second"])
-    assert prepare_cache(CONFIG).folder == tmp_path / "second/triton", "others may write to the first"
-    assert stat.S_IMODE((tmp_path / "second/triton").stat().st_mode) == 0o700
-    monkeypatch.setenv(compile_start.CACHE_VARIABLE, str(tmp_path / "mine"))
-    assert prepare_cache(CONFIG).folder == tmp_path / "mine"
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(compile_start.CACHE_VARIABLE, str(tmp_path / "file" / "x"))
-    started = machine(COMPILES)
-    monkeypatch.setenv(compile_start.CACHE_VARIABLE, str(tmp_path / "file" / "x"))
-    with pytest.raises(ConfigError, match=r"file/x: Not a directory\); set TRITON_CACHE_DIR to"):
-        start_compile(CONFIG)
-    assert not started
-
-
-@contextlib.contextmanager
-def disk(room: int):
-    """No file may be longer than `room` bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@pytest.mark.parametrize(("room", "told"), [(0, "File too large"), (4096, "No space left on device")])
-def test_a_full_disk_is_found_before_triton_meets_it(machine, monkeypatch, room, told):
-    """Regression: it said that kernels would be compiled when first used, and Triton raised an OSError there."""
-    with disk(room), pytest.raises(ConfigError, match=f"cache/triton: {told}.*; set TOKENSPEED_CACHE to"):
-        prepare_cache(CONFIG)
-    marker = prepare_cache(CONFIG).marker("A GPU")
-    monkeypatch.delenv(compile_start.CACHE_VARIABLE)
-    marker.touch()
-    with disk(room):
-        assert prepare_cache(CONFIG, "A GPU").folder == marker.parent, "nothing need be written there"
-        with pytest.raises(ConfigError):
-            prepare_cache(CONFIG, "another")
-    assert os.listdir(marker.parent) == [marker.name]
 
 
 def test_a_list_that_failed_is_not_remembered(machine, tmp_path):
