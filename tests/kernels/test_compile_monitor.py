@@ -163,6 +163,36 @@ def test_what_only_lists_launches_nothing(monkeypatch):
     assert JITFunction.run is original
 
 
+def test_two_threads_list_one_after_the_other():
+    """Regression: the one that left first put Triton's own launch back, and the other launched on garbage."""
+    original = JITFunction.run
+    is_first_in, may_go = threading.Event(), threading.Event()
+    found = []
+
+    def first():
+        with KernelList(lambda order: None):
+            is_first_in.set()
+            may_go.wait()
+        found.append("first left")
+
+    def second():
+        with KernelList(lambda order: None):
+            found.append("second came")
+            found.append(JITFunction.run is not original and triton.knobs.runtime.jit_cache_hook is not None)
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    is_first_in.wait()
+    threads[1].start()
+    threads[1].join(0.2)
+    assert threads[1].is_alive() and not found
+    may_go.set()
+    for thread in threads:
+        thread.join()
+    assert set(found) == {"first left", "second came", True}
+    assert JITFunction.run is original and triton.knobs.runtime.jit_cache_hook is None
+
+
 def test_triton_hands_the_list_what_it_expects():
     assert list(inspect.signature(JITFunction.run).parameters) == ["self", "args", "grid", "warmup", "kwargs"]
 

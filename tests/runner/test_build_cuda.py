@@ -68,9 +68,17 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
         opening = threading.Thread(target=lambda: time.sleep(0.05))
         opening.start()
+        order: list[str] = []
+
+        def measure(_: EngineConfig) -> None:
+            assert not opening.is_alive(), "memory is measured, and somebody still takes some"
+            order.append("measured")
+
+        def listed(*_: object) -> bool:
+            order.append("listed")
+            return is_listed
 
         def size(*_: object) -> list[GroupSpec]:
-            assert not opening.is_alive(), "memory is measured, and somebody still takes some"
             monitor.num_met += num_met_in_trial
             return [group]
 
@@ -79,9 +87,9 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
             "count_compiles": lambda _: None,
             "build_compiler": lambda _: (None, ""),
             "start_compile": lambda *_: contextlib.nullcontext(job),
-            "list_kernels": lambda *_: is_listed,
-            "WeightRoom": lambda _: None,
-            "load": lambda *_: loaded,
+            "list_kernels": listed,
+            "WeightRoom": measure,
+            "load": lambda *_: order.append("loaded") or loaded,
             "release": lambda: None,
             "_size": size,
             "bind_pool": lambda *_: None,
@@ -90,6 +98,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         for name, part in parts.items():
             monkeypatch.setattr(build_cuda, name, part)
         build_cuda.build_cuda_runner(CONFIG, None, opening)
+        assert order == ["listed"] * takes_orders + ["measured", "loaded"], "the twin takes memory as well"
         assert waited == [is_listed], "only then is the cache marked as complete"
         return len(asked[0].warm_up)
 

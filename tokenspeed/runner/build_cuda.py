@@ -47,19 +47,19 @@ def build_cuda_runner(
     count_compiles(monitor.totals)
     grammars, grammar_report = build_compiler(config)
     errors = MemoryErrors(config)
-    room = WeightRoom(config)
     is_listed = False
     with start_compile(config, workers) as job:
         if job.takes_orders:
             with startup_phase("kernels.list"):
                 is_listed = list_kernels(config, job.order)
+        if opening is not None:
+            opening.join()
+        room = WeightRoom(config)
         with startup_phase("weights.target"), errors.during("load", lambda: room.kept):
             loaded = load(config, room)
         with startup_phase("kernels.compile"):
             compile_report = job.wait(is_listed, place_kernel)
         num_loaded = monitor.num_met
-    if opening is not None:
-        opening.join()
     with startup_phase("kv.build"):
         groups = _size(config, loaded)
         release()

@@ -18,7 +18,8 @@ CONTEXT_BYTES = 2 * GIB
 
 
 class WeightRoom:
-    """What is free on the GPU, measured when this is made: before anything else of the engine is there.
+    """What is free on the GPU, measured when this is made: right before the weights are read, when the CUDA context and
+    the libraries' kernels have taken theirs and no other thread of the engine takes any or gives some back.
 
     Fields:
         kept: bytes that the weights will take at least; 0 until `check`.

@@ -117,11 +117,14 @@ class KernelOrder:
 class KernelList:
     """Within its `with` block, launches of this thread are not made; each variant that they would need and that is
     missing here is handed on, once. Nothing is compiled: a kernel behind one that did not run would take garbage for
-    expert numbers or pages, and read anywhere, so none runs at all. Other threads launch as always.
+    expert numbers or pages, and read anywhere, so none runs at all. Other threads launch as always, but list one after
+    the other: each changes Triton for the whole process and puts back what it found.
 
     Args:
         note: takes a variant.
     """
+
+    _turn = threading.RLock()
 
     def __init__(self, note: Callable[[KernelOrder], None]) -> None:
         self._note = note
@@ -131,6 +134,7 @@ class KernelList:
         self._hook: Any = None
 
     def __enter__(self) -> KernelList:
+        self._turn.acquire()
         self._run, self._hook = JITFunction.run, triton.knobs.runtime.jit_cache_hook
         JITFunction.run = self._without_launch(JITFunction.run)  # type: ignore[method-assign]
         triton.knobs.runtime.jit_cache_hook = self._is_listed
@@ -139,6 +143,7 @@ class KernelList:
     def __exit__(self, *error: object) -> None:
         JITFunction.run = self._run  # type: ignore[method-assign]
         triton.knobs.runtime.jit_cache_hook = self._hook
+        self._turn.release()
 
     def _without_launch(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def listed(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
