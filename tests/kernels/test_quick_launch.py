@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from tokenspeed.kernels.triton import launch
 from tokenspeed.kernels.triton.compile_monitor import KernelList
-from tokenspeed.kernels.triton.launch import QuickLaunch, ceil_div, power_of_2
+from tokenspeed.kernels.triton.launch import QuickLaunch, ceil_div, launch_notes, power_of_2
 
 
 def kernel(a_ptr, count, scale, SIZE: constexpr):  # type: ignore[no-untyped-def]
@@ -268,6 +268,23 @@ def test_graphs_record_quick_launches() -> None:
     out.zero_()
     graph.replay()
     assert torch.equal(out, torch.full_like(out, 35.0))
+
+
+def test_a_start_says_why_launches_are_triton_s(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_RUN", JITFunction.run)
+    assert launch_notes() == []
+    device.__version__ = "3.7.1+cu130"
+    assert launch_notes() == ["launches: by Triton (quick launches know 3.6.0, this is 3.7.1)"]
+    counted = Counted()
+    quick = QuickLaunch(counted)
+    for _ in range(2):
+        quick[(1,)](A, 5, 0.5, **OPTIONS)
+    assert [len(counted.slow), len(counted.quick)] == [2, 0]
+    device.__version__ = "3.6.0"
+    monkeypatch.setattr(launch, "_RUN", None)
+    assert launch_notes() == ["launches: by Triton (Triton's own launch was replaced)"]
+    monkeypatch.setattr(launch.torch.version, "hip", "6.4")
+    assert launch_notes() == ["launches: by Triton (quick launches are for NVIDIA GPUs)"]
 
 
 def test_arithmetic_of_the_host() -> None:

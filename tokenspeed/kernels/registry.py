@@ -36,6 +36,11 @@ class Need:
     kv_dtype: torch.dtype | None = None
 
 
+def nothing_to_say(need: Need) -> Sequence[str]:
+    """Of implementations that are the same everywhere."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Implementation:
     """One implementation of one operation.
@@ -47,6 +52,7 @@ class Implementation:
         why_not: None when it can serve the need, else the reason in words.
         make: called once, when chosen; returns the callable.
         can_record: False where a call waits for the device: no CUDA graph holds it.
+        notes: lines for the log when it is chosen; what several implementations say is said once.
     """
 
     op: str
@@ -55,6 +61,7 @@ class Implementation:
     why_not: Callable[[Need], str | None]
     make: Callable[[Need], Any]
     can_record: bool = True
+    notes: Callable[[Need], Sequence[str]] = nothing_to_say
 
 
 def discover() -> list[Implementation]:
@@ -82,7 +89,7 @@ def select_ops(need: Need, only: str | None = None) -> tuple[Ops, list[str]]:
     Args:
         only: use this implementation name where it exists and the reference elsewhere (tests, comparisons).
     Returns:
-        the ops, and one line an op for the log: the winner, and why better-ranked ones lost.
+        the ops, and lines for the log: of each op the winner, and why better-ranked ones lost; then the winners' notes.
     Raises:
         ConfigError: a required op has no implementation here. Names the op and everyone's reason.
     """
@@ -104,6 +111,7 @@ def _choose(
         candidates.setdefault(implementation.op, []).append(implementation)
     chosen: dict[str, Any] = {}
     report: list[str] = []
+    notes: list[str] = []
     for op in (*required, *optional):
         lost: list[str] = []
         for implementation in candidates.get(op, []):
@@ -113,6 +121,7 @@ def _choose(
             if reason is None:
                 chosen[op] = implementation.make(need)
                 report.append(f"{op}: {implementation.name}" + (f" (not {'; '.join(lost)})" if lost else ""))
+                notes.extend(implementation.notes(need))
                 break
             lost.append(f"{implementation.name}: {reason}")
         else:
@@ -120,4 +129,4 @@ def _choose(
                 raise ConfigError(f"no implementation of {op} for {need.device} and {need.dtype}: {'; '.join(lost)}")
             chosen[op] = None
             report.append(f"{op}: none" + (f" ({'; '.join(lost)})" if lost else ""))
-    return chosen, report
+    return chosen, [*report, *dict.fromkeys(notes)]

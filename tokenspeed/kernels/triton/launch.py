@@ -6,8 +6,8 @@ the compile-time values themselves, in less than half of the time.
 
 Whatever is unusual goes Triton's own way: the first launch of a variant, other arguments than tensors on a GPU, 32-bit
 numbers, floats and None, hooks, debugging, the interpreter, another `JITFunction.run` (`compile_monitor.KernelList`
-puts one there), and versions of Triton whose launches were not compared. One thing is not looked for: that a global
-value a kernel was compiled with has changed since; kernels read constants only.
+puts one there), and versions of Triton whose launches were not compared (`launch_notes` tells a start's log). One thing
+is not looked for: that a global value a kernel was compiled with has changed since; kernels read constants only.
 """
 
 from __future__ import annotations
@@ -36,6 +36,22 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def why_not_quick() -> str | None:
+    """None where launches are quick here, otherwise the reason."""
+    version = triton.__version__.split("+")[0]
+    if torch.version.hip is not None:
+        return "quick launches are for NVIDIA GPUs"
+    if version not in COMPARED:
+        return f"quick launches know {', '.join(COMPARED)}, this is {version}"
+    return "Triton's own launch was replaced" if _RUN is None else None
+
+
+def launch_notes() -> list[str]:
+    """For the log of a start, where steps that no graph holds take the host longer than they could."""
+    reason = why_not_quick()
+    return [] if reason is None else [f"launches: by Triton ({reason})"]
+
+
 class QuickLaunch:
     """Launches a kernel: `quick[grid](*arguments, **compile_time_values_and_options)`, as the kernel itself would.
 
@@ -48,8 +64,7 @@ class QuickLaunch:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        is_compared = triton.__version__.split("+")[0] in COMPARED and torch.version.hip is None
-        self._is_compiled = is_compared and isinstance(kernel, JITFunction)
+        self._is_compiled = why_not_quick() is None and isinstance(kernel, JITFunction)
         self._params = kernel.params if self._is_compiled else []
         self._specialized = [not param.do_not_specialize for param in self._params]
 

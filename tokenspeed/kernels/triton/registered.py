@@ -11,19 +11,23 @@ from torch.nn import functional
 
 from tokenspeed.attention.interface import AttentionBatch
 from tokenspeed.kernels.cuda_graph import CudaGraphRecorder
-from tokenspeed.kernels.registry import Implementation, Need
+from tokenspeed.kernels.registry import SLOT_OPS, Implementation, Need, nothing_to_say
 from tokenspeed.kernels.triton.decode_attention import (
     DecodeTile,
     choose_decode_tile,
     decode_attention,
     decode_workspace,
 )
+from tokenspeed.kernels.triton.launch import launch_notes
 from tokenspeed.kernels.triton.pointwise import qkv_rope_cache, rms_norm, silu_and_mul
 from tokenspeed.kernels.triton.prefill_attention import prefill_attention
 from tokenspeed.kernels.triton.sampling import masked_rows, sample_rows
 from tokenspeed.kernels.triton.small_linear import MAX_ROWS, fused_linear, is_for_cublas, make_workspace
 from tokenspeed.kernels.triton.step_inputs import decode_inputs, prefill_inputs
 from tokenspeed.kernels.triton.whole_prompts import are_whole_prompts, attend_whole_prompts
+
+TILES_GPU = "NVIDIA H200"
+"""As torch names it: where `decode_attention.TILES`, `small_linear.choose_tile` and `is_for_cublas` were measured."""
 
 
 def _why_not(need: Need) -> str | None:
@@ -220,8 +224,16 @@ def _make_linear(need: Need) -> _Linear:
     return _Linear(TritonLinear(need.device, _has_pdl(need)) if _why_not_half(need) is None else None)
 
 
+def _notes(need: Need) -> list[str]:
+    """Where the host or the GPU may be slower than it was measured to be: once, whatever ops are chosen."""
+    name = torch.cuda.get_device_name(need.device)
+    tiles = f"tiles of attention and linears: measured on {TILES_GPU}, this is {name}"
+    return launch_notes() if name == TILES_GPU else [*launch_notes(), tiles]
+
+
 def _entry(op: str, make: Callable[[Need], Any], why_not: Callable[[Need], str | None] = _why_not) -> Implementation:
-    return Implementation(op=op, name="triton", rank=50, why_not=why_not, make=make)
+    notes = nothing_to_say if op in SLOT_OPS else _notes  # the model's ops have said it
+    return Implementation(op=op, name="triton", rank=50, why_not=why_not, make=make, notes=notes)
 
 
 def _why_not_half(need: Need) -> str | None:
