@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ import pytest
 from fake_runner import TEMPLATE, ByteTokenizer, continuation, engine_config
 
 from tokenspeed.config.engine import EngineConfig
+from tokenspeed.engine import process
 from tokenspeed.engine.client import AsyncEngineClient
 from tokenspeed.engine.interface import GenerationRequest
 from tokenspeed.engine.launch import EngineProcess, engine_environment, wait_ready
@@ -128,6 +130,36 @@ def test_start_errors_keep_their_words(fault: str, kind: type[Exception], text: 
         wait_ready(engine, 30.0)
     assert str(raised.value) == text
     assert engine.exit_code is not None and not os.path.exists(directory_of(engine))
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "text"),
+    [
+        ("sys.modules['torch'] = None", EngineDead, "ModuleNotFoundError: import of torch halted"),
+        ("process.start_early = lambda config: open('/proc/nowhere')", EngineDead, "FileNotFoundError: "),
+        ("process.start_early = refuse", ConfigError, "no folder can be written; set TOKENSPEED_CACHE"),
+    ],
+)
+def test_what_fails_before_the_model_keeps_its_words(fault: str, kind: type[Exception], text: str) -> None:
+    """Regression: both happened before the channel was open, and only the log said why."""
+    code = (
+        "import sys\nfrom tokenspeed.engine import process\nfrom tokenspeed.protocol.errors import ConfigError\n"
+        "def refuse(config): raise ConfigError('no folder can be written; set TOKENSPEED_CACHE')\n"
+        f"{fault}\nsys.exit(process.main())"
+    )
+    engine = EngineProcess(engine_config(), "info", (sys.executable, "-c", code))
+    with pytest.raises(kind, match=text):
+        wait_ready(engine, 30.0)
+
+
+def test_compile_workers_end_when_no_runner_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[bool] = []
+    workers = types.SimpleNamespace(stop=lambda: stopped.append(True))
+    monkeypatch.setattr(process, "start_early", lambda _: workers)
+    monkeypatch.setitem(sys.modules, "tokenspeed.runner.build", None)
+    with pytest.raises(ImportError):
+        process._build(engine_config())
+    assert stopped == [True]
 
 
 def test_a_start_that_takes_too_long_is_ended() -> None:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
-from collections.abc import Callable
-from functools import partial
 
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.engine.ipc import IpcEngineEnd
 from tokenspeed.engine.lifeline import read_order, tie_to_parent
 from tokenspeed.engine.run import run_engine
 from tokenspeed.observability.logs import configure_logging
-from tokenspeed.runner.compile_start import Workers, start_early
+from tokenspeed.runner.compile_start import start_early
 from tokenspeed.runner.interface import Runner
 
 
@@ -28,22 +26,22 @@ def main() -> int:
     order = read_order(directory)
     tie_to_parent(order.parent_pid, directory)
     configure_logging(order.log_level, "engine")
-    workers = start_early(order.config)
     try:
-        build = partial(_build, importlib.import_module("tokenspeed.runner.build").build_runner, workers)
-        return run_engine(IpcEngineEnd(directory), order.config, build, order.parent_pid)
+        return run_engine(IpcEngineEnd(directory), order.config, _build, order.parent_pid)
     finally:
-        if workers is not None:
-            workers.stop()
         gc.unfreeze()  # Triton's bindings count what is left at the exit, and complain
 
 
-def _build(
-    build_runner: Callable[[EngineConfig, Workers | None], Runner], workers: Workers | None, config: EngineConfig
-) -> Runner:
+def _build(config: EngineConfig) -> Runner:
     """The runner. What exists by then stays: the collector need not walk through torch's modules again, which stops
     every request for 0.2 s (230,000 objects, 2-core Xeon)."""
-    runner = build_runner(config, workers)
+    workers = start_early(config)
+    try:
+        build_runner = importlib.import_module("tokenspeed.runner.build").build_runner
+        runner: Runner = build_runner(config, workers)
+    finally:
+        if workers is not None:
+            workers.stop()
     gc.freeze()
     return runner
 
