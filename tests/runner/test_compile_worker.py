@@ -88,7 +88,7 @@ def test_a_launcher_is_built_once_and_missed_by_nobody(folder: Path, monkeypatch
     assert (folder / "launchers" / "same").exists()
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # of Python 3.12, and this process has threads
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # of Python 3.12: there are threads here
 def test_a_worker_that_dies_halfway_leaves_the_rest_to_the_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
