@@ -144,6 +144,7 @@ def test_sampling_is_timed_greedy_and_filtered(setting):
     ]  # fmt: skip
     for case in found:
         assert case.num_bytes == 3 * 320 * 4
+        assert len(case.make(able[0].make(need))) == 1 < len(setting.copies(case.num_bytes))
         drawn = {call().shape for one in able for call in case.make(one.make(need))}
         assert drawn == {(3,)}
     assert not [case for case in cases(setting, SAMPLING) or [] if case.rows == 20]
