@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from app_client import chat, http_client
 from fake_engine_client import FakeClient
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tokenspeed.protocol.errors import InvalidRequest
-from tokenspeed.server.body import MAX_DEPTH, parse_object
+from tokenspeed.server.body import MAX_DEPTH, parse_object, to_struct
 from tokenspeed.server.openai.chat import ChatRequest
 from tokenspeed.server.openai.completions import CompletionRequest
 
@@ -151,3 +152,15 @@ def test_random_bytes_are_an_object_or_refused(body: bytes):
         assert isinstance(parse_object(body), dict)
     except InvalidRequest:
         pass
+
+
+class WithMetadata(msgspec.Struct):
+    metadata: dict[str, str] = {}
+
+
+def test_a_wrong_value_in_a_dict_is_said_without_a_made_up_index() -> None:
+    """Regression: "metadata[...] is an object; expected str, got int"."""
+    with pytest.raises(InvalidRequest) as raised:
+        to_struct({"metadata": {"a": 1}}, WithMetadata)
+    assert raised.value.param == "metadata"
+    assert str(raised.value) == "metadata: one of its values is wrong; expected str, got int"

@@ -113,8 +113,15 @@ def _explain(text: str, fields: dict[str, Any], kind: type[msgspec.Struct]) -> I
         what = found["what"].replace("`", "").replace("Expected ", "expected ", 1)
         if found["key"]:
             return InvalidRequest(f"{where}: each key must be a number in quotes, {what}", param=where)
+        if where.endswith(ANY_KEY):
+            where = where.removesuffix(ANY_KEY)
+            return InvalidRequest(f"{where}: one of its values is wrong; {what}", param=where)
         return InvalidRequest(f"{where} is {_show(_at(fields, where))}; {what}", param=where)
     return InvalidRequest(text)
+
+
+ANY_KEY = "[...]"
+"""How msgspec writes a key of a dict."""
 
 
 def _join(path: str | None, name: str | None) -> str:

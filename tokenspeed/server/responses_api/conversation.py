@@ -95,7 +95,7 @@ class _Talk:
                 self.add_message("system" if item.role == "developer" else item.role, _text(item.content))
             case ReasoningItem():
                 message = self._before_output()
-                message["reasoning_content"] = message.get("reasoning_content", "") + _reasoning(item, where)
+                message["reasoning_content"] = message.get("reasoning_content", "") + _reasoning(item)
             case FunctionCallItem():
                 self._add_call(item, where)
             case FunctionCallOutputItem():
@@ -159,18 +159,12 @@ def _with_joined_start(messages: list[ChatMessage]) -> list[ChatMessage]:
     return [{"role": "system", "content": "\n\n".join(each["content"] for each in messages[:num])}, *messages[num:]]
 
 
-def _reasoning(item: ReasoningItem, where: str) -> str:
+def _reasoning(item: ReasoningItem) -> str:
+    """What another server has encrypted is left out: its summary stands for it, if it has one."""
     if item.content:
         return "".join(part.text for part in item.content)
-    if item.encrypted_content is not None:
-        text = unpack(item.encrypted_content)
-        if text is None:
-            raise InvalidRequest(
-                f"{where}.encrypted_content was not written by this server; leave the item out",
-                param=f"{where}.encrypted_content",
-            )
-        return text
-    return "\n".join(part.text for part in item.summary)
+    text = None if item.encrypted_content is None else unpack(item.encrypted_content)
+    return "\n".join(part.text for part in item.summary) if text is None else text
 
 
 def _text(content: str | Sequence[InputText | OutputText | Refusal]) -> str:
