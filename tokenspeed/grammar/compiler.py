@@ -100,7 +100,7 @@ class GrammarCompiler:
 
     def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
         """The compiled grammar, perhaps at once. Fails with GrammarError. Whoever holds the result keeps it alive."""
-        key = (spec.kind, spec.text)
+        key = _key_of(spec)
         with self._lock:
             compiled = self._alive.get(key)
             if compiled is not None:
@@ -115,7 +115,7 @@ class GrammarCompiler:
 
     def forget(self, spec: GrammarSpec) -> None:
         """Nobody waits for this grammar any more: it is not compiled, unless that has begun."""
-        key = (spec.kind, spec.text)
+        key = _key_of(spec)
         with self._lock:
             future = self._running.get(key)
             if future is not None and future.cancel():
@@ -124,7 +124,7 @@ class GrammarCompiler:
     def compiled(self, spec: GrammarSpec) -> CompiledGrammar | None:
         """What `submit` has made, None when it is not there (any more)."""
         with self._lock:
-            return self._alive.get((spec.kind, spec.text))
+            return self._alive.get(_key_of(spec))
 
     def fill_all(self, matchers: Sequence[Matcher], rows: NDArray[np.int32]) -> None:
         """See `Backend.fill_all`; the matchers are of grammars of this compiler."""
@@ -142,17 +142,9 @@ class GrammarCompiler:
 
     def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """On a thread of the pool."""
-        key = (spec.kind, spec.text)
+        key = _key_of(spec)
         try:
-            answer, backend = self._ask(spec)
-            if answer.error is not None:
-                raise GrammarError(answer.error)
-            compiled = backend.load(answer.compiled)
-            if compiled.num_bytes > MAX_GRAMMAR_BYTES:
-                raise GrammarError(
-                    f"it takes {compiled.num_bytes >> 20} MiB of memory, the limit is {MAX_GRAMMAR_BYTES >> 20} MiB; "
-                    "make it smaller"
-                )
+            compiled = self._first_taken(spec)
         except GrammarError as error:
             with self._lock:
                 del self._running[key]
@@ -168,9 +160,32 @@ class GrammarCompiler:
             self._keep(key, compiled)
         return compiled
 
-    def _ask(self, spec: GrammarSpec) -> tuple[Answer, Backend]:
+    def _first_taken(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Of the text and the looser ones. What is told when none is taken is about the text."""
+        refused: GrammarError | None = None
+        for text in (spec.text, *spec.looser):
+            try:
+                return self._compile_text(spec.kind, text)
+            except GrammarError as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused
+
+    def _compile_text(self, kind: GrammarKind, text: str) -> CompiledGrammar:
+        answer, backend = self._ask(kind, text)
+        if answer.error is not None:
+            raise GrammarError(answer.error)
+        compiled = backend.load(answer.compiled)
+        if compiled.num_bytes > MAX_GRAMMAR_BYTES:
+            raise GrammarError(
+                f"it takes {compiled.num_bytes >> 20} MiB of memory, the limit is {MAX_GRAMMAR_BYTES >> 20} MiB; "
+                "make it smaller"
+            )
+        return compiled
+
+    def _ask(self, kind: GrammarKind, text: str) -> tuple[Answer, Backend]:
         worker, backend = self._ready_worker()
-        answer = worker.ask(Job(spec.kind, spec.text, self._timeout_s), self._timeout_s + _GRACE_S)
+        answer = worker.ask(Job(kind, text, self._timeout_s), self._timeout_s + _GRACE_S)
         if answer is None:
             worker.kill()
             with self._lock:
@@ -213,6 +228,10 @@ class GrammarCompiler:
         while self._refused_bytes > REFUSAL_BYTES and len(self._refused) > 1:
             oldest, said = self._refused.popitem(last=False)
             self._refused_bytes -= len(oldest[1]) + len(said)
+
+
+def _key_of(spec: GrammarSpec) -> _Key:
+    return spec.kind, "\0".join((spec.text, *spec.looser))
 
 
 def _bytes_of(key: _Key, compiled: CompiledGrammar) -> int:

@@ -20,6 +20,8 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         text: JSON schema as `grammar.json_schema` has rewritten it, regular expression (the whole output matches),
             grammar in GBNF notation with the rule `root`, or structural tag as JSON; a "token_tag" is one that names
             special tokens by id alone: its texts do not match them, however they are spelled.
+        looser: texts of the same kind that ask for less, each to be tried where the library refuses those before it. Of
+            a constraint that is to be held as far as that goes.
         starts_after: the token ids that end the reasoning; the constraint starts behind their first occurrence in the
             output. None: it starts at once.
         bridge: ids that lead from the reasoning to `starts_after`, which they end with: once the first has been
@@ -31,6 +33,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     kind: GrammarKind
     text: str
+    looser: tuple[str, ...] = ()
     starts_after: tuple[int, ...] | None = None
     bridge: tuple[int, ...] = ()
     withheld: tuple[int, ...] = ()
