@@ -12,7 +12,7 @@ from grammar_support import CASES
 
 from tokenspeed.grammar.json_schema import MAX_DEPTH, MAX_NODES, MAX_PROPERTIES, UNSUPPORTED
 from tokenspeed.grammar.json_schema import rewrite_schema as rewrite
-from tokenspeed.grammar.patterns import MAX_CHARS, MAX_COPIES
+from tokenspeed.grammar.patterns import MAX_CHARS, MAX_COPIES, MAX_GROUPS
 from tokenspeed.grammar.schema_types import FORMATS
 from tokenspeed.grammar.schema_values import MAX_ENUM
 from tokenspeed.protocol.errors import InvalidRequest
@@ -43,6 +43,7 @@ def page() -> str:
         ("properties of one object", MAX_PROPERTIES),
         ("values of one enum", MAX_ENUM),
         ("characters of a regular expression", MAX_CHARS),
+        ("groups inside groups of a regular expression", MAX_GROUPS),
         ("copies that counts in a regular expression ask for", MAX_COPIES),
     ]
     lines = ["| Limit | |", "|---|---|"]
@@ -57,7 +58,10 @@ def page() -> str:
     lines.append(
         "Dates are days that there are, leap years included; the other formats are shapes (a second may be 60)."
     )
-    lines.append("With llguidance also refused: `propertyNames`.")
+    lines.append(
+        "With llguidance also refused: `propertyNames`. What only the library refuses is, in a forced call of a tool "
+        "without `strict`, left out: its properties are then held by name and type, or any object is taken."
+    )
     return PAGE.read_text().split(MARK)[0] + MARK + "\n" + "\n".join(lines) + "\n"
 
 

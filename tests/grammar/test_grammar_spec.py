@@ -58,6 +58,10 @@ FORMATS: list[tuple[Any, str]] = [
     ({"type": "json_schema", "json_schema": {}, "style": "gemma"}, "style: 'gemma' cannot be used"),
     ({"type": "json_schema", "json_schema": {}, "any_order": True}, "any_order: only false"),
     ({"type": "json_schema", "json_schema": {}, "excludes": [""]}, "excludes: a list of texts"),
+    # The bug: everything holds an empty text, so all that was left was an empty answer.
+    ({"type": "any_text", "excludes": [""]}, "format/excludes: a list of texts is expected, none of them empty"),
+    ({"type": "any_text", "excludes": "a"}, "format/excludes: a list of texts"),
+    ({"type": "dispatch", "rules": [["", {"type": "any_text"}]]}, "format/rules/0/0: the text that a rule is for"),
     ({"type": "json_schema", "json_schema": {}, "max_whitespace_cnt": -1}, "max_whitespace_cnt"),
     ({"type": "json_schema"}, "json_schema is missing"),
     ({"type": "regex", "pattern": 1}, "pattern: a regular expression"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,3 +117,30 @@ def test_structural_tags_may_begin_with_a_special_token():
 def test_vocabulary_words():
     assert BYTES.num_words == 9
     assert BYTES.text_tokens()[SPECIAL] == b""
+
+
+TOKEN = {"type": "token", "token": "<tool>"}
+SPELLED: list[tuple[dict[str, Any], set[int], set[int]]] = [
+    (TOKEN, {SPECIAL}, {97, EOS}),
+    ({"type": "token", "token": "a"}, {97}, {98, SPECIAL, EOS}),
+    ({"type": "token", "token": "</s>"}, {EOS}, {97, SPECIAL}),
+    ({"type": "exclude_token", "exclude_tokens": ["<tool>", 98]}, {97}, {98, SPECIAL}),
+    ({"type": "any_tokens", "exclude_tokens": ["<tool>"]}, {97, 98}, {SPECIAL}),
+    ({"type": "tag", "begin": TOKEN, "content": {"type": "any_text"}, "end": TOKEN}, {SPECIAL}, {97}),
+    ({"type": "token_dispatch", "rules": [["<tool>", {"type": "const_string", "value": "a"}]]}, {SPECIAL, 97}, set()),
+]
+
+
+@pytest.mark.parametrize(("form", "good", "bad"), SPELLED, ids=[form["type"] for form, _, _ in SPELLED])
+def test_structural_tags_name_tokens_by_their_spelling(form: dict[str, Any], good: set[int], bad: set[int]):
+    """The bug: 'Token string resolution requires tokenizer_info'."""
+    text = json.dumps({"type": "structural_tag", "format": form})
+    may = allowed(compiled(byte_backend("xgrammar"), "structural_tag", text).matcher())
+    assert may >= good and not may & bad
+
+
+@pytest.mark.parametrize("token", ["", "<nothing>"])
+def test_a_token_that_there_is_not_is_named(token: str):
+    text = json.dumps({"type": "structural_tag", "format": {"type": "token", "token": token}})
+    with pytest.raises(GrammarError, match=f"no token is spelled '{token}'; name it by its id"):
+        byte_backend("xgrammar").compile("structural_tag", text)

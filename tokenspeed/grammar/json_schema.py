@@ -401,8 +401,11 @@ class _Rewriter:
         done: Schema = {}
         matching: Schema = {}
         for pattern, schema in patterns.items():
-            clean = whole(pattern)
-            wanted = NamePattern(pattern, self._budget)
+            try:
+                clean = whole(pattern)
+                wanted = NamePattern(pattern, self._budget)
+            except GrammarError as error:
+                raise GrammarError(f"{where}/patternProperties/{pattern[:40]}: {error}") from None
             both = [name for name in declared if wanted.is_in(name)]
             if both:
                 raise GrammarError(f"{where}/patternProperties: {pattern!r} also matches the property {both[0]!r}")

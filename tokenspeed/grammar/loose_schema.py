@@ -2,12 +2,11 @@
 
 What can be held is; the rest is left out, so that one keyword of one tool does not make the whole request unusable.
 Each step lets more through than the one before it: the schema as it is, without the keywords that cannot be held, the
-names of its properties with their types, any object.
+names of its properties with their types, any object. The last two are for what only a library refuses, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from tokenspeed.grammar.budget import Budget
@@ -20,17 +19,26 @@ from tokenspeed.grammar.schema_types import TYPES
 from tokenspeed.protocol.errors import InvalidRequest
 
 _MAX_DEPTH = 100
+_ANY: Schema = {"type": "object"}
 _ONE = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 
-def rewrite_what_can_be(schema: Schema, param: str, root: str = "#") -> Schema:
+NUM_STEPS = 3
+
+
+def rewrite_what_can_be(schema: Schema, param: str, root: str = "#", step: int = 0) -> Schema:
     """The schema of an object for the library; see `rewrite_schema`. Its value may be less bounded than it says.
+
+    Args:
+        step: below `NUM_STEPS`; 1 = not more than names and types, 2 = any object.
 
     Raises:
         InvalidRequest: it is no schema.
     """
+    if step:
+        return _names_or_any(schema, param, root) if step == 1 else rewrite_schema(_ANY, param, root)
     try:
         exact = rewrite_schema(schema, param, root)
         if _can_all_match(exact):
@@ -42,23 +50,26 @@ def rewrite_what_can_be(schema: Schema, param: str, root: str = "#") -> Schema:
     if not isinstance(declared, dict) or not all(isinstance(each, dict | bool) for each in declared.values()):
         assert refused is not None
         raise refused
-    for looser in _steps(schema, declared):
-        try:
-            held = rewrite_schema(looser, param, root)
-        except InvalidRequest:
-            continue
+    try:
+        held = rewrite_schema(_without_what_cannot_be(schema, 0), param, root)
         if _can_all_match(held):
             return held
-    return rewrite_schema({"type": "object"}, param, root)
+    except InvalidRequest:
+        pass
+    return _names_or_any(schema, param, root)
 
 
-def _steps(schema: Schema, declared: Schema) -> Iterator[Schema]:
-    yield _without_what_cannot_be(schema, 0)
+def _names_or_any(schema: Schema, param: str, root: str) -> Schema:
+    declared = schema.get("properties")
     if declared and len(declared) <= MAX_PROPERTIES:
         required = schema.get("required")
         names = [name for name in required if name in declared] if isinstance(required, list) else []
         properties = {name: _type_only(each) for name, each in declared.items()}
-        yield {"type": "object", "properties": properties, "required": names}
+        try:
+            return rewrite_schema({"type": "object", "properties": properties, "required": names}, param, root)
+        except InvalidRequest:
+            pass
+    return rewrite_schema(_ANY, param, root)
 
 
 def _without_what_cannot_be(node: Any, depth: int) -> Any:
@@ -100,13 +111,21 @@ def _cannot_be(node: Schema) -> set[str]:
 
 def _can_all_match(schema: Schema) -> bool:
     """Whether the libraries, too, take the patterns of a rewritten schema."""
-    return all(NamePattern(pattern, Budget()).escaped_part() is None for pattern in patterns_of(schema))
+    return all(map(_libraries_take, patterns_of(schema)))
 
 
 def _can_match(pattern: Any) -> bool:
+    """Whether a pattern, or what a schema has in its place, can be held."""
     try:
-        return NamePattern(check_pattern(pattern), Budget()).escaped_part() is None
+        return _libraries_take(check_pattern(pattern))
     except (GrammarError, TypeError, AttributeError):
+        return False
+
+
+def _libraries_take(pattern: str) -> bool:
+    try:
+        return NamePattern(pattern, Budget()).escaped_part() is None
+    except GrammarError:  # an escape or a class that is no such thing
         return False
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenspeed.grammar.budget import Budget
 from tokenspeed.grammar.interface import GrammarError
+from tokenspeed.grammar.patterns import joined
 
 _COUNT = re.compile(r"\{(\d+)(,(\d*))?\}")
 _GROUP = re.compile(r"\((\?:|\?P?<[A-Za-z_]\w*>)?")
@@ -162,7 +163,7 @@ class _Reader:
     """From text to tree."""
 
     def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
+        self._pattern = joined(pattern)
         self._at = 0
 
     def run(self) -> _Node:

@@ -14,7 +14,17 @@ MAX_CHARS = 4096
 MAX_COPIES = 10_000
 """Copies of one character that counted repetitions, multiplied, may ask for."""
 
+MAX_GROUPS = 64
+"""Groups inside groups. Readers of a pattern go down with them."""
+
 _COUNT = re.compile(r"\{(\d+)(,(\d*))?\}")
+_NO_LEAST = re.compile(r"\{,\d*\}")  # a count to some engines, text to others
+_LONG_ESCAPE = re.compile(r"\\[uxpP]\{[^}]*\}")
+_SURROGATE = re.compile(
+    r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})|(\\u[dD][89a-fA-F][0-9a-fA-F]{2}|[\ud800-\udfff])"
+    r"|\\.",
+    re.DOTALL,
+)
 _GROUPS = {
     "(?=": "look-ahead",
     "(?!": "look-ahead",
@@ -38,7 +48,7 @@ def check_pattern(pattern: str) -> str:
     """
     if len(pattern) > MAX_CHARS:
         raise GrammarError(f"the regular expression has {len(pattern)} characters, the limit is {MAX_CHARS}")
-    scan = _Scan(pattern)
+    scan = _Scan(joined(pattern))
     scan.run()
     if scan.max_copies > MAX_COPIES:
         raise GrammarError(
@@ -46,6 +56,24 @@ def check_pattern(pattern: str) -> str:
             f"multiplied), the limit is {MAX_COPIES}; use smaller counts, or * and +"
         )
     return "".join(scan.kept)
+
+
+def joined(pattern: str) -> str:
+    """The expression with the character itself in place of the two `\\u` that are its halves.
+
+    Raises:
+        GrammarError: half a character stands alone: text has none.
+    """
+
+    def one(found: re.Match[str]) -> str:
+        if found[3]:
+            half = found[3].encode("ascii", "backslashreplace").decode()
+            raise GrammarError(f"the regular expression holds half a character, {half} at {found.start()}")
+        if not found[1]:
+            return found[0]
+        return chr(0x10000 + ((int(found[1], 16) & 0x3FF) << 10 | int(found[2], 16) & 0x3FF))
+
+    return _SURROGATE.sub(one, pattern)
 
 
 class _Scan:
@@ -56,6 +84,7 @@ class _Scan:
         self._at = 0
         self._sizes: list[int] = [1]
         self._last = 1  # copies of the item that a repetition would repeat
+        self._can_repeat = False  # what stands in front of a repetition is an item
         self.max_copies = 1
         self.kept: list[str] = []
 
@@ -74,12 +103,16 @@ class _Scan:
                     self._close()
                 case "^" | "$":
                     self._anchor(char)
-                case "{" if found := _COUNT.match(self._pattern, self._at):
-                    self._count(found)
+                case "{":
+                    self._brace()
+                case "*" | "+" | "?":
+                    self._repeat(self._at + 1)
+                case "|":
+                    self._take(self._at + 1)
+                    self._can_repeat = False
                 case _:
                     self._take(self._at + 1)
-                    if char not in "*+?|":
-                        self._item(1)
+                    self._item(1)
         if len(self._sizes) > 1:
             raise GrammarError("the regular expression has a ( without its )")
 
@@ -89,6 +122,7 @@ class _Scan:
 
     def _item(self, copies: int) -> None:
         self._last = copies
+        self._can_repeat = True
         self._sizes[-1] = max(self._sizes[-1], copies)
         self.max_copies = max(self.max_copies, copies)
 
@@ -100,7 +134,8 @@ class _Scan:
             raise GrammarError(f"the regular expression holds the back reference \\{following}, which is not supported")
         if not following:
             raise GrammarError("the regular expression ends in a single backslash")
-        self._take(self._at + 2)
+        long = _LONG_ESCAPE.match(self._pattern, self._at)
+        self._take(long.end() if long else self._at + 2)
         self._item(1)
 
     def _class_end(self) -> int:
@@ -130,6 +165,9 @@ class _Scan:
         else:
             self._take(self._at + 1)
         self._sizes.append(1)
+        self._can_repeat = False
+        if len(self._sizes) > MAX_GROUPS + 1:
+            raise GrammarError(f"the regular expression has groups inside groups, more than {MAX_GROUPS} deep")
 
     def _close(self) -> None:
         if len(self._sizes) == 1:
@@ -144,9 +182,38 @@ class _Scan:
         if not is_outer:
             raise GrammarError(f"the regular expression holds {char} at {self._at}, inside of it; it is not supported")
         self._at += 1
+        self._can_repeat = False
+
+    def _brace(self) -> None:
+        if found := _COUNT.match(self._pattern, self._at):
+            self._count(found)
+        elif found := _NO_LEAST.match(self._pattern, self._at):
+            raise GrammarError(
+                f"the regular expression holds {found[0]} at {self._at}, a count without a least number, which some "
+                f"engines take for text; write {{0{found[0][1:]} or \\{found[0]}"
+            )
+        else:  # text; libraries want it escaped
+            self.kept.append("\\{")
+            self._at += 1
+            self._item(1)
 
     def _count(self, found: re.Match[str]) -> None:
+        if found[3] and int(found[1]) > int(found[3]):
+            raise GrammarError(f"the regular expression holds {found[0]} at {self._at}: {found[1]} is above {found[3]}")
+        copies = self._last
+        self._repeat(found.end())
         # The largest count decides; an open end repeats one copy over and over.
         times = int(found[3] or found[1])
-        self._take(found.end())
-        self._item(self._last * max(times, 1))
+        self._item(copies * max(times, 1))
+        self._can_repeat = False
+
+    def _repeat(self, end: int) -> None:
+        """A repetition that ends at `end`, with the `?` that makes it lazy."""
+        if not self._can_repeat:
+            what = self._pattern[self._at : end]
+            raise GrammarError(
+                f"the regular expression repeats nothing with the {what} at {self._at}; one repetition behind another "
+                "needs a group"
+            )
+        self._take(end + self._pattern.startswith("?", end))
+        self._can_repeat = False

@@ -8,6 +8,7 @@ from tokenspeed.grammar.budget import Budget
 from tokenspeed.grammar.format_patterns import FORMAT_PATTERNS
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.name_pattern import NamePattern
+from tokenspeed.grammar.patterns import check_pattern
 from tokenspeed.grammar.schema_merge import Schema, same_json
 from tokenspeed.grammar.schema_types import CALENDAR, FAMILIES, FORMATS, MAX_NUMBER, types_of
 
@@ -26,6 +27,8 @@ def values_of(node: Schema, where: str, budget: Budget) -> Any:
             raise GrammarError(f"{where}/enum: {str(value)[:40]}... is beyond {MAX_NUMBER}; write it as a string")
     if "enum" in node and "const" in node:
         values = [value for value in values if same_json(value, node["const"])]
+    if "pattern" in node:
+        _check_pattern(node["pattern"], where)
     for key in node:
         if key not in ("enum", "const", "type"):
             values = [value for value in values if _obeys(value, key, node[key], where, budget)]
@@ -33,6 +36,17 @@ def values_of(node: Schema, where: str, budget: Budget) -> Any:
         types = types_of(node, where) or []
         values = [value for value in values if any(_has_type(value, name) for name in types)]
     return {"enum": values} if values else False
+
+
+def _check_pattern(pattern: Any, where: str) -> None:
+    """As of a string without an enum: what is refused there is not looked for in values, either."""
+    if not isinstance(pattern, str):
+        raise GrammarError(f"{where}/pattern: a regular expression is a string, not {type(pattern).__name__}")
+    try:
+        check_pattern(pattern)
+        NamePattern(pattern, Budget())
+    except GrammarError as error:
+        raise GrammarError(f"{where}/pattern: {error}") from None
 
 
 def _obeys(value: Any, key: str, said: Any, where: str, budget: Budget) -> bool:

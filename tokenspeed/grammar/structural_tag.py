@@ -80,6 +80,9 @@ def _format(node: Any, where: str, param: str, depth: int, default: str | None =
     keys = _FORMATS[kind]
     _known(node.keys(), ("type", *keys), f"{where}: a format of type {kind}")
     done = {key: _part(node[key], keys[key], f"{where}/{key}", param, depth + 1) for key in keys if key in node}
+    excluded = done.get("excludes", [])
+    if not isinstance(excluded, list) or not all(isinstance(text, str) and text for text in excluded):
+        raise GrammarError(f"{where}/excludes: a list of texts is expected, none of them empty")
     if kind in ("json_schema", "qwen_xml_parameter"):
         return _json(done, kind, where)
     return {"type": kind, **done}
@@ -112,6 +115,8 @@ def _member(each: Any, holds: _Holds, where: str, param: str, depth: int) -> Any
         return _format(each, where, param, depth, "tag" if holds == "tags" else None)
     if not isinstance(each, list) or len(each) != 2:
         raise GrammarError(f"{where}: a rule is a list of a text or token and a format")
+    if each[0] == "":
+        raise GrammarError(f"{where}/0: the text that a rule is for is not empty")
     return [each[0], _format(each[1], f"{where}/1", param, depth)]
 
 
@@ -124,10 +129,7 @@ def _json(node: Form, kind: str, where: str) -> Form:
         raise GrammarError(f"{where}/style: {style!r} cannot be used; there are {', '.join(STYLES)}")
     if node.pop("any_order", False) is not False:
         raise GrammarError(f"{where}/any_order: only false; required properties would not be held")
-    excluded = node.get("excludes", [])
-    if not isinstance(excluded, list) or not all(isinstance(text, str) and text for text in excluded):
-        raise GrammarError(f"{where}/excludes: a list of texts is expected, none of them empty")
-    if excluded and style != "json":
+    if node.get("excludes") and style != "json":
         raise GrammarError(f"{where}/excludes: only with the style json; lengths of strings would not be held")
     most = node.get("max_whitespace_cnt")
     if most is None:

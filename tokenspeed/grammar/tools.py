@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from tokenspeed.grammar.forms import Form, either, json_form, optional, sequence, text_form
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.json_schema import rewrite_schema
-from tokenspeed.grammar.loose_schema import rewrite_what_can_be
+from tokenspeed.grammar.loose_schema import NUM_STEPS, rewrite_what_can_be
 from tokenspeed.grammar.openings import calls_or_text
 from tokenspeed.grammar.tagged import tagged_arguments
 from tokenspeed.protocol.errors import InvalidRequest
@@ -47,12 +48,21 @@ def tool_choice_schema(
         known = ", ".join(repr(tool["function"]["name"]) for tool in tools) or "none"
         raise InvalidRequest(f"tool_choice names {choice!r}, which is not among tools: {known}", param="tool_choice")
 
-    def schema_of(function: dict[str, Any], root: str) -> dict[str, Any]:
-        is_strict = function["name"] in strict
-        return _parameters(function, root, rewrite_schema if is_strict else rewrite_what_can_be)
+    exact: dict[str, dict[str, Any]] = {}  # by root
 
-    schema = _array_of_calls(functions, schema_of, "parameters", several=choice is None and parallel)
-    return GrammarSpec(kind="json_schema", text=json.dumps(schema), starts_after=starts_after, param="tools")
+    def text(step: int) -> str:
+        def schema_of(function: dict[str, Any], root: str) -> dict[str, Any]:
+            if function["name"] not in strict:
+                return _parameters(function, root, partial(rewrite_what_can_be, step=step))
+            if root not in exact:
+                exact[root] = _parameters(function, root)
+            return exact[root]
+
+        several = choice is None and parallel
+        return json.dumps(_array_of_calls(functions, schema_of, "parameters", several))
+
+    first, *looser = dict.fromkeys(map(text, range(NUM_STEPS)))
+    return GrammarSpec(kind="json_schema", text=first, looser=tuple(looser), starts_after=starts_after, param="tools")
 
 
 def strict_calls(

@@ -38,16 +38,26 @@ MAX_ESCAPED_BEHIND = 16
 MAX_FILL_THREADS = 8
 """That fill the masks of a step together."""
 
-_COUNTED_CHARACTER = re.compile(r'^(\w+) ::= \(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
-"""The library's rule for a character of a string of limited length: all but quote, backslash and line ends."""
+_CHARACTER, _MENDED_CHARACTER = r"[^\"\\\r\n]", r"[^\"\\\x00-\x1f]"
+"""What the library writes for a character of a string of limited length, all but quote, backslash and line ends; and
+what JSON has there."""
+
+_TEXT_OR_CHARACTER = re.compile(rf'"(?:\\.|[^"\\])*"|{re.escape(_CHARACTER)}|\[(?:\\.|[^\]\\])*\]')
+"""A text, the class above, any other class."""
+
+_COUNTED_CHARACTER = re.compile(rf"^(\w+) ::= \(\({re.escape(_MENDED_CHARACTER)}\)\)$", re.MULTILINE)
+"""A rule for such a character that is counted. Of a string of one character at most the class stands in its rule."""
 
 _AT_LEAST = re.compile(r'^(\w+) ::= \(\("\\"" (\w+)\{([1-9]\d*), -1\} "\\""\)\)$', re.MULTILINE)
 """Its rule for a string without a most length."""
 
 _LENGTHS = re.compile('"(?:min|max)Length"')
 
-_STRING_CHARACTERS = (r"[^\0-\x1f\"\\\r\n]", r"[^\"\\\x00-\x1f]")
+_STRING_CHARACTERS = (r"[^\0-\x1f\"\\\r\n]", _MENDED_CHARACTER)
 """What the library and `_mended` write for a character of a JSON string."""
+
+_TOKENS = ("token", "trigger_tokens", "exclude_tokens")
+"""Keys of a structural tag that hold tokens, by id or by spelling."""
 
 _REST = r"""mended_escape ::= (([\"\\/bfnrt]) | ("u" [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9]))
 mended_first ::= (([^\"\\\x00-\x1f]) | ("\\" mended_escape))
@@ -141,7 +151,10 @@ class XGrammarBackend:
             case "ebnf":
                 return compiler.compile_grammar(text)
             case "structural_tag" | "token_tag":
-                text = json.dumps(_spelled_out(json.loads(text)))
+                tag = _spelled_out(_with_ids(json.loads(text), self._vocabulary))
+                text = json.dumps(tag)
+                if not _LENGTHS.search(json.dumps(list(_tag_schemas(tag)))):
+                    return compiler.compile_structural_tag(text)
                 mended = _mended(xgrammar.Grammar.from_structural_tag(text))
                 return compiler.compile_structural_tag(text) if mended is None else compiler.compile_grammar(mended)
 
@@ -251,11 +264,11 @@ def _mended(grammar: xgrammar.Grammar) -> str | None:
     in a counted rule costs the library a walk over the vocabulary for every mask (measured with 152k tokens and a limit
     of 100: 120 ms, against 0.02).
     """
-    text = str(grammar)
-    counted = {found[1] for found in _COUNTED_CHARACTER.finditer(text)}
-    if not counted:
+    written = str(grammar)
+    text = _TEXT_OR_CHARACTER.sub(lambda found: _MENDED_CHARACTER if found[0] == _CHARACTER else found[0], written)
+    if text == written:
         return None
-    text = _COUNTED_CHARACTER.sub(lambda found: rf"{found[1]} ::= (([^\"\\\x00-\x1f]))", text)
+    counted = {found[1] for found in _COUNTED_CHARACTER.finditer(text)}
 
     def at_least(found: re.Match[str]) -> str:
         rule, character, least = found[1], found[2], int(found[3])
@@ -287,6 +300,42 @@ def _spelled_out(tag: Any) -> Any:
     for characters in _STRING_CHARACTERS:
         text = text.replace(characters, characters.replace("[^", f"[^{cut}"))
     return {"type": "grammar", "grammar": text}
+
+
+def _with_ids(tag: Any, vocabulary: Vocabulary) -> Any:
+    """A structural tag in which tokens that are named by their spelling are named by their id: the library knows no
+    spelling where it makes a grammar of a tag.
+
+    Raises:
+        GrammarError: no token is spelled so.
+    """
+    if isinstance(tag, list):
+        return [_with_ids(each, vocabulary) for each in tag]
+    if not isinstance(tag, dict):
+        return tag
+    done = {}
+    for key, value in tag.items():
+        if key in _TOKENS:
+            done[key] = [_id_of(each, vocabulary) for each in value] if isinstance(value, list) else value
+            done[key] = _id_of(done[key], vocabulary)
+        elif key == "rules" and tag.get("type") == "token_dispatch":
+            done[key] = [[_id_of(token, vocabulary), _with_ids(form, vocabulary)] for token, form in value]
+        else:
+            done[key] = value if key == "json_schema" else _with_ids(value, vocabulary)
+    return done
+
+
+def _id_of(token: Any, vocabulary: Vocabulary) -> Any:
+    if not isinstance(token, str):
+        return token
+    spelled = token.encode("utf-8", "surrogatepass")
+    special = (*vocabulary.special_ids, *vocabulary.eos_token_ids)
+    for token_id in special:
+        if vocabulary.tokens[token_id] == spelled:
+            return token_id
+    if not spelled or spelled not in vocabulary.tokens:
+        raise GrammarError(f"no token is spelled {token[:100]!r}; name it by its id")
+    return vocabulary.tokens.index(spelled)
 
 
 def _check_patterns(schema: Any) -> None:
