@@ -14,38 +14,16 @@ import torch
 
 pytest.importorskip("triton")
 
+from compile_support import CONFIG
+
 from tokenspeed.cache.spec import GroupSpec
-from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.config.engine import EngineConfig
-from tokenspeed.models.registry import examples
 from tokenspeed.runner import build_cuda
 from tokenspeed.runner.cuda_runner import GraphPlan
 from tokenspeed.runner.loaded import LoadedModel
 from tokenspeed.runner.open_gpu import open_gpu
 from tokenspeed.runner.warm_up import checking_plans, warm_up_plans
 
-CONFIG = EngineConfig(
-    model=next(example for example in examples() if example.architecture == "LlamaForCausalLM"),
-    checkpoint=Checkpoint(name="x", format="safetensors", config_path="/x", weight_files=("/w",), tokenizer_path="/x"),
-    load_format="safetensors",
-    device="cuda",
-    dtype="bfloat16",
-    kv_cache_dtype="bfloat16",
-    max_model_len=4096,
-    max_num_seqs=160,
-    max_num_batched_tokens=8192,
-    page_size=64,
-    num_pages=None,
-    kv_memory_bytes=None,
-    enable_prefix_caching=True,
-    enable_overlap=True,
-    enforce_eager=False,
-    schedule_policy="fifo",
-    attention_backend="auto",
-    num_threads=3,
-    seed=5,
-    max_queue_len=5,
-)
 ALL = warm_up_plans(160, 4096, 8192, 64)
 
 
