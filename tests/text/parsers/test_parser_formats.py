@@ -123,3 +123,10 @@ def test_formats_carry_samples(name: str):
             "name with - and ."
         )
         assert any(example.tools and not example.calls and example.content == example.text for example in examples)
+
+
+def test_a_bracket_that_closes_nothing_is_text() -> None:
+    """Regression: pythonic calls took it for the end of a list that had never begun."""
+    for text in ("](http://x)", "]", " ] and more"):
+        deltas = stream(tool_formats()["pythonic"].make(ParseContext(tools=())), [text], "stop")
+        assert assemble(deltas).content == text

@@ -30,6 +30,9 @@ def grammar(cursor: Cursor, output: Output) -> Steps[None]:
     yield from cursor.literal("<|python_start|>")
     yield from cursor.space()
     more = yield from cursor.literal("[")
+    if not more:  # then a closing bracket closes nothing: it is text like any other
+        output.content(cursor.recorded())
+        return
     while more:
         yield from cursor.space()
         found = yield from cursor.within(_BEHIND_NAME, MAX_NAME_CHARS)
