@@ -30,6 +30,7 @@ from tokenspeed.kernels.triton.moe_plans import (
     ExpertTable,
     ShapePlans,
     choose,
+    heuristic_plans,
     read_table,
 )
 from tokenspeed.moe.interface import Activation, MoeNeed
@@ -96,12 +97,28 @@ def test_the_fastest_right_tiles_go_to_the_file_beside_other_shapes(said: list[s
     assert table.find(OTHER.shape) == OTHER, "neither its plans nor its date"
     tuned = table.find(ExpertShape.of(NEED))
     assert tuned is not None and f"torch {torch.__version__}, triton" in tuned.measured
-    assert [plan.max_tokens for plan in tuned.plans] == [3, NO_LIMIT], "to the geometric middle of 1 and 9"
+    before = heuristic_plans(tuned.shape, True, 2**16, True)
+    assert tuned.measured.endswith(", 1 to 9 tokens") and [plan.max_tokens for plan in before] == [8, 64, NO_LIMIT]
+    assert [plan.max_tokens for plan in tuned.plans] == [3, 64, NO_LIMIT], "to the geometric middle of 1 and 9"
+    assert tuned.plans[-1] == before[-1], "Regression: a table for few tokens gave prompts its tiles"
     assert choose(tuned.plans, 1).gemv, "faster in time that is made up, at most 8 tokens"
     many = choose(tuned.plans, 9)
     assert (many.gemv, many.block_m, many.gate_up, many.down) == (False, 16, GOOD, GOOD)
     for start, count in (("WRONG 9 tokens, gate_up", 1), ("WRONG 9 tokens, down", 1), ("FAILED 9 tokens", 2)):
         assert len([line for line in said if line.startswith(start)]) == count
+
+
+def test_plans_that_engines_have_stay_where_none_is_faster(
+    said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For 8 tokens they are those of the GEMV, for 9 others; every candidate is wrong here."""
+    monkeypatch.setattr(expert_tune, "tiles_to_try", lambda *_: iter((WRONG,)))
+    file = tmp_path / "table.json"
+    tune_to_file(NEED, (1, 9), None, str(file), WHERE)
+    (entry,) = read_table(file.read_bytes()).experts
+    before = heuristic_plans(entry.shape, True, 2**16, True)
+    assert [choose(entry.plans, count) for count in (9, 65)] == list(before[1:]) and choose(entry.plans, 1).gemv
+    assert [line for line in said if "9 tokens, as engines do now: 70.0 us" in line]
 
 
 def test_the_default_file_is_named_after_the_gpu(

@@ -2,7 +2,7 @@
 
 Each matrix is timed alone over several layers of distinct weights and uniformly random routing, in a CUDA graph; a tile
 counts only when its result agrees with plain torch. Workers compile every tile first, side by side. A plan for T tokens
-reaches to the geometric middle between T and the next count.
+reaches to the geometric middle between T and the next count; steps larger than any count keep the plans they had.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ from tokenspeed.kernels.triton.moe_plans import (
     Fp16Tiles,
     MmaTiles,
     ShapePlans,
+    choose,
     read_table,
     table_name,
 )
@@ -162,9 +163,10 @@ class ExpertTuner:
         self._deadline, self._log = deadline, log
         self._shape = ExpertShape.of(need)
         self._layers = make_layers(need, kernels, NUM_LAYERS, device)
+        self._before = self._layers[0].experts.plans
 
     def tune(self, tokens: tuple[int, ...]) -> ShapePlans:
-        """Plans for these counts, rising; fewer when the time is over.
+        """Plans for these counts, rising, fewer when the time is over; then those that engines have for larger steps.
 
         Raises:
             RuntimeError: no candidate gave a right result in time for any count.
@@ -179,8 +181,9 @@ class ExpertTuner:
                 found.append(plan)
         if not found:
             raise RuntimeError("no tile of the expert kernels could be measured in the time given")
-        measured = f"torch {torch.__version__}, triton {triton.__version__}, {time.strftime('%Y-%m-%d')}"
-        return ShapePlans(self._shape, measured, tuple(_spread(found)))
+        versions = f"torch {torch.__version__}, triton {triton.__version__}, {time.strftime('%Y-%m-%d')}"
+        measured = f"{versions}, {found[0].max_tokens} to {found[-1].max_tokens} tokens"
+        return ShapePlans(self._shape, measured, tuple(_spread(found, self._before)))
 
     def _tune_count(self, count: int) -> ExpertPlan | None:
         routings = [random_routing(self._need, count, self._device) for _ in range(CALLS)]
@@ -208,6 +211,7 @@ class ExpertTuner:
                     consider(plan, f"block_m {block_m}{' float16' if fp16 else ''}")
         if count <= MAX_GEMV_TOKENS and self._need.format == "dense":
             consider(ExpertPlan(count, gemv=True), "gemv")
+        consider(replace(choose(self._before, count), max_tokens=count), "as engines do now")
         if best is None:
             return None
         self._log(f"{count} tokens, winner: {best[0]:.1f} us for the whole op, {best[1]}")
@@ -360,11 +364,14 @@ def _half_hidden(h: torch.Tensor, activation: Activation) -> torch.Tensor:
     return (rows.values.float() * (rows.inverse * half_scale(activation))[:, None]).half()
 
 
-def _spread(plans: list[ExpertPlan]) -> Iterator[ExpertPlan]:
-    """Each plan up to the geometric middle to the next, the last without end."""
+def _spread(plans: list[ExpertPlan], before: tuple[ExpertPlan, ...]) -> Iterator[ExpertPlan]:
+    """Each plan up to the geometric middle to the next, the last one as far as the plan `before` of its count went;
+    those for more tokens follow. Tiles that are best for 32 tokens would be a disaster for a prompt."""
     for plan, following in pairwise(plans):
         yield replace(plan, max_tokens=max(plan.max_tokens, math.isqrt(plan.max_tokens * following.max_tokens)))
-    yield replace(plans[-1], max_tokens=NO_LIMIT)
+    reach = max(plans[-1].max_tokens, choose(before, plans[-1].max_tokens).max_tokens)
+    yield replace(plans[-1], max_tokens=reach)
+    yield from (plan for plan in before if plan.max_tokens > reach)
 
 
 def tune_to_file(
