@@ -105,4 +105,4 @@ async def test_two_turns_of_the_codex_cli(engine: FakeClient):
     assert assistant["reasoning_content"] == "hm"
     assert assistant["tool_calls"][0]["function"] == {"name": "shell", "arguments": {"command": ["ls"]}}
     assert tool["content"] == "README.md"
-    assert [tool["function"]["name"] for tool in engine.rendered[-1]["tools"]] == ["shell"]
+    assert [tool["function"]["name"] for tool in engine.rendered[-1]["tools"]] == ["shell", "mcp__notes__read"]

@@ -21,6 +21,7 @@ from tokenspeed.server.responses_api.items import (
     ReasoningItem,
     Refusal,
 )
+from tokenspeed.server.responses_api.namespaces import flat_name
 
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 _PARTS = ("input_text", "output_text", "refusal")
@@ -123,7 +124,8 @@ class _Talk:
             )
         _check_new(item.call_id, self._call_ids, where, "function_call")
         message = self._assistant if self._assistant is not None else self._new_assistant()
-        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
+        name = flat_name(item.namespace or None, item.name)
+        call = {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         message.setdefault("tool_calls", []).append(call)
 
     def _before_output(self) -> ChatMessage:

@@ -21,13 +21,13 @@ from tokenspeed.server.responses import json_response
 from tokenspeed.server.responses_api.conversation import to_keep, to_messages
 from tokenspeed.server.responses_api.events import Event, ResponseWriter, sse, to_usage
 from tokenspeed.server.responses_api.items import Item
+from tokenspeed.server.responses_api.namespaces import Function, choice_among, functions_of, namespaced
 from tokenspeed.server.responses_api.request import (
     CARRIED_REASONING,
     ResponsesRequest,
     chat_tools,
     generation_fields,
     parse,
-    to_choice,
     to_grammar,
 )
 from tokenspeed.server.responses_api.response import ReasoningConfig, ResponseObject, TextConfig
@@ -58,11 +58,12 @@ def router(context: ServerContext, store: ResponseStore) -> APIRouter:
         sampling = to_sampling(
             fields, context.client.model_config, max_tokens=body.max_output_tokens, logprobs=None, prompt_logprobs=None
         )
-        turn = await prepare_turn(context, _turn_request(body, earlier), sampling)
+        functions = functions_of(body.tools or ())
+        turn = await prepare_turn(context, _turn_request(body, functions, earlier), sampling)
         response_id = context.claim_id("resp", f"resp_{uuid.uuid4().hex}")
         job = turn.generation(response_id, priority, body.cache_salt)
         shell = _shell(response_id, context.model_name, body, sampling)
-        writer = ResponseWriter(shell, CARRIED_REASONING in (body.include or ()))
+        writer = ResponseWriter(shell, CARRIED_REASONING in (body.include or ()), namespaced(functions))
 
         def keep(response: ResponseObject) -> None:
             if response.store and not store.put(response, to_keep(body.input), previous):
@@ -91,20 +92,20 @@ def _previous(store: ResponseStore, response_id: str | None) -> StoredResponse |
     return previous
 
 
-def _turn_request(body: ResponsesRequest, earlier: list[Item]) -> TurnRequest:
+def _turn_request(body: ResponsesRequest, functions: list[Function], earlier: list[Item]) -> TurnRequest:
     messages = to_messages([*earlier, *body.input], body.instructions, len(earlier))
     return TurnRequest(
         conversation=Conversation(
             messages=messages,
-            tools=chat_tools(body.tools or []),
+            tools=chat_tools(functions),
             template_kwargs=body.chat_template_kwargs or {},
         ),
-        choice=to_choice(body),
+        choice=choice_among(body.tool_choice, functions),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         grammar=to_grammar(body.text),
         yields_to_tools=True,
-        strict_tools=frozenset(tool.name for tool in body.tools or () if tool.strict),
+        strict_tools=frozenset(each.flat_name for each in functions if each.tool.strict),
     )
 
 

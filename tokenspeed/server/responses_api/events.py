@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +21,9 @@ from tokenspeed.server.responses_api.items import (
     OutputText,
     ReasoningItem,
     ReasoningText,
+    Status,
 )
+from tokenspeed.server.responses_api.namespaces import split
 from tokenspeed.server.responses_api.response import (
     IncompleteDetails,
     InputTokensDetails,
@@ -173,12 +175,16 @@ class ResponseWriter:
     Args:
         shell: the response before anything was generated, in progress.
         carries_reasoning: reasoning items get `encrypted_content`.
+        namespaced: namespace and name of the functions that a model knows by one name for both.
     Attributes:
         response: the response as it is now.
     """
 
-    def __init__(self, shell: ResponseObject, carries_reasoning: bool) -> None:
+    def __init__(
+        self, shell: ResponseObject, carries_reasoning: bool, namespaced: Mapping[str, tuple[str, str]]
+    ) -> None:
         self.response = shell
+        self._namespaced = namespaced
         self._carries_reasoning = carries_reasoning
         self._blocks = Blocks()
         self._items: list[OutputItem] = []
@@ -238,9 +244,7 @@ class ResponseWriter:
         place: dict[str, Any] = {"item_id": self._item_id, "output_index": step.index}
         item: OutputItem
         if step.kind == "call":
-            item = FunctionCallItem(
-                id=self._item_id, status="in_progress", call_id=step.call_id, name=step.name, arguments=""
-            )
+            item = self._call(step, "in_progress", "")
             return [ItemAdded(sequence_number=self._next(), output_index=step.index, item=item)]
         part: OutputText | ReasoningText
         if step.kind == "text":
@@ -270,7 +274,8 @@ class ResponseWriter:
         place: dict[str, Any] = {"item_id": self._item_id, "output_index": step.index}
         events: list[Event] = []
         if step.kind == "call":
-            events.append(ArgumentsDone(sequence_number=self._next(), name=step.name, arguments=step.text, **place))
+            name = split(step.name, self._namespaced)[1]
+            events.append(ArgumentsDone(sequence_number=self._next(), name=name, arguments=step.text, **place))
         elif step.kind == "text":
             events.append(TextDone(sequence_number=self._next(), text=step.text, **place))
             events.append(PartDone(sequence_number=self._next(), part=OutputText(text=step.text), **place))
@@ -280,12 +285,21 @@ class ResponseWriter:
         events.append(ItemDone(sequence_number=self._next(), output_index=step.index, item=item))
         return events
 
+    def _call(self, step: Opened | Closed, status: Status, arguments: str) -> FunctionCallItem:
+        namespace, name = split(step.name, self._namespaced)
+        return FunctionCallItem(
+            id=self._item_id,
+            status=status,
+            call_id=step.call_id,
+            name=name,
+            namespace=msgspec.UNSET if namespace is None else namespace,
+            arguments=arguments,
+        )
+
     def _whole_item(self, step: Closed) -> OutputItem:
-        status: Any = "completed" if step.whole else "incomplete"
+        status: Status = "completed" if step.whole else "incomplete"
         if step.kind == "call":
-            return FunctionCallItem(
-                id=self._item_id, status=status, call_id=step.call_id, name=step.name, arguments=step.text
-            )
+            return self._call(step, status, step.text)
         if step.kind == "text":
             content: list[Any] = [OutputText(text=step.text)]
             return MessageItem(id=self._item_id, status=status, role="assistant", content=content)

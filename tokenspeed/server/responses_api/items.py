@@ -71,23 +71,30 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=T
 
 
 class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", kw_only=True, forbid_unknown_fields=True):
-    """The model's wish to call a function. `arguments` is a JSON object as text, unless `status` is incomplete."""
+    """The model's wish to call a function. `arguments` is a JSON object as text, unless `status` is incomplete.
+
+    Fields:
+        namespace: that the function stands in; not there when it stands alone.
+    """
 
     id: str | None = None
     status: Status | None = None
     call_id: str
     name: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
     arguments: str
 
 
 class FunctionCallOutputItem(
     msgspec.Struct, tag_field="type", tag="function_call_output", kw_only=True, forbid_unknown_fields=True
 ):
-    """What the function gave."""
+    """What the function gave. `name` and `namespace` are the call's own, and change nothing."""
 
     id: str | None = None
     status: Status | None = None
     call_id: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
     output: str | list[InputText]
 
 

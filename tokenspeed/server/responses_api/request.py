@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,18 +15,15 @@ from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.server.body import to_struct
 from tokenspeed.server.openai.fields import CacheSalt, GenerationFields, Int32, Int64, drop_refused
-from tokenspeed.server.openai.tools import check_tool_names
 from tokenspeed.server.responses_api.conversation import plain_input
 from tokenspeed.server.responses_api.items import Item
+from tokenspeed.server.responses_api.namespaces import Function
 from tokenspeed.server.responses_api.response import (
-    AllowedTools,
-    FunctionTool,
-    NamedFunction,
     ReasoningConfig,
     TextConfig,
+    Tool,
     ToolChoiceField,
 )
-from tokenspeed.server.turn import ToolChoice
 
 CARRIED_REASONING = "reasoning.encrypted_content"
 
@@ -61,7 +58,6 @@ NOT_OFFERED = frozenset(
         "image_generation",
         "local_shell",
         "mcp",
-        "namespace",
         "programmatic_tool_calling",
         "shell",
         "tool_search",
@@ -85,7 +81,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
     Fields (those that OpenAI's reference does not tell):
         instructions: text only; a list of items belongs into input.
-        tools: functions; tools of other kinds are left out (`NOT_OFFERED`).
+        tools: functions, also inside namespaces; tools of other kinds are left out (`NOT_OFFERED`).
         include: only "reasoning.encrypted_content".
         tool_choice: none, auto, required, `{"type": "function", "name": ...}` or `{"type": "allowed_tools", ...}`.
         top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, seed, ignore_eos, priority, cache_salt,
@@ -95,7 +91,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     input: list[Item]
     model: str | None = None
     instructions: str | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[Tool] | None = None
     tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
@@ -170,19 +166,6 @@ def generation_fields(body: ResponsesRequest) -> GenerationFields:
     )
 
 
-def to_choice(body: ResponsesRequest) -> ToolChoice:
-    """`tool_choice` in neutral words."""
-    match body.tool_choice:
-        case None:
-            return ToolChoice()
-        case NamedFunction(name=name):
-            return ToolChoice("required", name)
-        case AllowedTools(mode=mode, tools=tools):
-            return ToolChoice(mode, allowed=frozenset(tool.name for tool in tools))
-        case mode:
-            return ToolChoice(mode)
-
-
 def to_grammar(text: TextConfig | None) -> GrammarSpec | None:
     """What the answer's text has to obey.
 
@@ -196,28 +179,23 @@ def to_grammar(text: TextConfig | None) -> GrammarSpec | None:
     return GrammarSpec(kind="json_schema", text=json.dumps(rewrite_schema(schema, param)), param="text.format")
 
 
-def chat_tools(tools: list[FunctionTool]) -> list[dict[str, Any]]:
-    """Tools in the shape of chat completions, which templates and parsers read.
-
-    Raises:
-        InvalidRequest: too many, or two of one name.
-    """
-    check_tool_names([tool.name for tool in tools])
+def chat_tools(functions: Sequence[Function]) -> list[dict[str, Any]]:
+    """Tools in the shape of chat completions, which templates and parsers read."""
     return [
         {
             "type": "function",
             "function": {
-                "name": tool.name,
-                **({} if tool.description is None else {"description": tool.description}),
-                "parameters": tool.parameters or {"type": "object", "properties": {}},
+                "name": each.flat_name,
+                **({} if each.description is None else {"description": each.description}),
+                "parameters": each.tool.parameters or {"type": "object", "properties": {}},
             },
         }
-        for tool in tools
+        for each in functions
     ]
 
 
-def _offered(tools: list[Any]) -> list[Any]:
-    """The tools without those of `NOT_OFFERED`.
+def _offered(tools: list[Any], where: str = "tools") -> list[Any]:
+    """The tools, those inside namespaces too, without those of `NOT_OFFERED`, and without what an SDK writes null for.
 
     Raises:
         InvalidRequest: a kind of tool that nobody knows.
@@ -225,17 +203,36 @@ def _offered(tools: list[Any]) -> list[Any]:
     kept = []
     for number, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else None
+        at = f"{where}[{number}]"
+        if kind == "namespace" and where == "tools":
+            given = tool.get("tools")
+            inside = _offered(given, f"{at}.tools") if isinstance(given, list) else given
+            kept += [] if inside == [] else [{**tool, "tools": inside}]
+            continue
         if isinstance(kind, str) and kind != "function":
             if kind in NOT_OFFERED:
                 continue
             raise InvalidRequest(
-                f"tools[{number}] is of type {kind[:80]!r}; only tools of type function are offered, which the client "
-                "runs itself",
-                param=f"tools[{number}].type",
+                f"{at} is of type {kind[:80]!r}; only tools of type function are offered, which the client runs "
+                "itself, alone or in a namespace",
+                param=f"{at}.type",
                 code="unsupported_tool",
             )
-        kept.append(tool)
+        kept.append(_function(tool, at))
     return kept
+
+
+def _function(tool: Any, where: str) -> Any:
+    """A function without `async`, which is no name of a field here."""
+    if not isinstance(tool, dict) or "async" not in tool:
+        return tool
+    if tool["async"] not in (None, False):
+        raise InvalidRequest(
+            f"{where}.async cannot be used: an output is the next request's; leave it out",
+            param=f"{where}.async",
+            code="unsupported_field",
+        )
+    return {key: value for key, value in tool.items() if key != "async"}
 
 
 def _check_choice(choice: Any) -> None:

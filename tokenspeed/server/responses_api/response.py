@@ -18,16 +18,41 @@ class FunctionTool(msgspec.Struct, tag_field="type", tag="function", kw_only=Tru
     Fields:
         strict: arguments obey the schema: of forced calls (`tool_choice` required or a function) they always do, of
             others too, or the request is refused.
+        defer_loading: changes nothing: there is no tool_search, so the model is shown the function at once.
+        output_schema: changes nothing: it describes the output to programs, and there are none.
+        allowed_callers: with "direct" or not at all.
     """
 
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: bool | msgspec.UnsetType | None = msgspec.UNSET
+    output_schema: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
+    allowed_callers: list[Literal["direct", "programmatic"]] | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class NamespaceTool(msgspec.Struct, tag_field="type", tag="namespace", kw_only=True, forbid_unknown_fields=True):
+    """Functions that a client knows by a common name and their own."""
+
+    name: ToolName
+    description: str | None = None
+    tools: list[FunctionTool]
+
+
+Tool = FunctionTool | NamespaceTool
 
 
 class NamedFunction(msgspec.Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
-    """`tool_choice`: this function, once."""
+    """`tool_choice`: this function, once. Without `namespace`, one inside a namespace is found when no other has its
+    name."""
+
+    name: str
+    namespace: str | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class NamedNamespace(msgspec.Struct, tag_field="type", tag="namespace", kw_only=True, forbid_unknown_fields=True):
+    """All functions of this namespace."""
 
     name: str
 
@@ -36,7 +61,7 @@ class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools", kw_onl
     """`tool_choice`: `mode`, among these functions. The prompt shows all tools, so that its prefix stays cached."""
 
     mode: Literal["auto", "required"]
-    tools: list[NamedFunction]
+    tools: list[NamedFunction | NamedNamespace]
 
 
 ToolChoiceField = Literal["none", "auto", "required"] | NamedFunction | AllowedTools
@@ -133,7 +158,7 @@ class ResponseObject(msgspec.Struct, kw_only=True, frozen=True):
     temperature: float
     text: TextConfig
     tool_choice: ToolChoiceField
-    tools: list[FunctionTool]
+    tools: list[Tool]
     top_logprobs: int = 0
     top_p: float
     truncation: str = "disabled"
