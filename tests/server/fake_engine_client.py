@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, Literal
 
 from tokenspeed.config.model import ModelConfig, RopeConfig
+from tokenspeed.engine.admission import check_request
 from tokenspeed.engine.interface import GenerationEvent, GenerationRequest, LogprobEntry
 from tokenspeed.grammar.select import KINDS
 from tokenspeed.protocol.errors import EngineDead, InvalidRequest, Overloaded
@@ -172,15 +173,7 @@ class FakeClient:
             raise EngineDead("the engine is gone")
         if self.is_draining:
             raise Overloaded("draining", 5, draining=True)
-        if not request.prompt_token_ids:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        if any(not 0 <= token < VOCAB_SIZE for token in request.prompt_token_ids):
-            raise InvalidRequest("a token id is out of range", param="prompt")
-        if len(request.prompt_token_ids) >= self.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {len(request.prompt_token_ids)} tokens, the context {self.max_model_len}",
-                code="context_length_exceeded",
-            )
+        check_request(request, VOCAB_SIZE, self.max_model_len)
 
     async def _pause(self, num_events: int) -> None:
         if self.gate is not None and num_events > 0:

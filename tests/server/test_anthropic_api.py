@@ -186,6 +186,7 @@ async def test_conversations_become_messages(http: httpx.AsyncClient, engine: Fa
     header = {"type": "text", "text": "x-anthropic-billing-header: n=1"}
     system = [header, {"type": "text", "text": "be brief"}, {"type": "text", "text": "be kind"}]
     fields = {"metadata": {"user_id": "u"}, "tools": [{**WEATHER, "description": "now", "type": "custom"}]}
+    engine.max_model_len = 1000
     async with http_client(engine, **PARSERS) as client:
         response = await client.post(URL, json=body(messages=talk, system=system, **fields))
     assert response.status_code == 200, response.text

@@ -144,7 +144,7 @@ async def test_token_ids(http: httpx.AsyncClient):
         ({"prompt": [1.5]}, "prompt", "must be a string"),
         ({"prompt": [2**40]}, "prompt", "2**31"),
         ({"prompt": [-1]}, "prompt", "outside"),
-        ({"prompt": [500]}, "prompt", "out of range"),
+        ({"prompt": [500]}, "prompt", "token id 500"),
         ({"prompt": None}, "prompt", "expected"),
         ({"prompt": ["a"] * 1025}, "prompt", "1024"),
         ({"prompt": ["a"] * 9, "n": 114}, "n", "1026 sequences, the limit is 1024"),

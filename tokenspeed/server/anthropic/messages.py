@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from tokenspeed.grammar.json_schema import rewrite_schema
-from tokenspeed.protocol.errors import InvalidRequest, TokenSpeedError
+from tokenspeed.protocol.errors import TokenSpeedError
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.server.anthropic.conversation import chat_tools, to_messages
@@ -25,9 +25,10 @@ from tokenspeed.server.anthropic.errors import (
     new_request_id,
 )
 from tokenspeed.server.anthropic.events import Event, MessageObject, MessageWriter, StopDelta, sse, to_usage
-from tokenspeed.server.anthropic.request import MessagesRequest, PromptFields, parse, parse_count
+from tokenspeed.server.anthropic.request import FIELD_NAMES, MessagesRequest, PromptFields, parse, parse_count
 from tokenspeed.server.body import read_json
 from tokenspeed.server.context import ServerContext
+from tokenspeed.server.field_names import spoken_as
 from tokenspeed.server.openai.fields import GenerationFields, to_sampling
 from tokenspeed.server.rendering import Conversation
 from tokenspeed.server.responses import json_response
@@ -59,6 +60,10 @@ def router(context: ServerContext) -> APIRouter:
         context.check_accepting()
         body = parse(await read_json(request))
         context.check_model(body.model)
+        with spoken_as(FIELD_NAMES):
+            return await respond(request, body, message_id)
+
+    async def respond(request: Request, body: MessagesRequest, message_id: str) -> Response:
         sampling = _sampling(context, body)
         turn = await prepare_turn(context, _turn_request(body, _grammar(body)), sampling)
         context.claim_id("msg", message_id)
@@ -108,12 +113,7 @@ def _sampling(context: ServerContext, body: MessagesRequest) -> SamplingParams:
         temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences
     )
     model = context.client.model_config
-    try:
-        return to_sampling(fields, model, max_tokens=body.max_tokens, logprobs=None, prompt_logprobs=None)
-    except InvalidRequest as error:
-        if error.param != "stop":
-            raise
-        raise InvalidRequest(error.message.replace("stop", "stop_sequences", 1), param="stop_sequences") from None
+    return to_sampling(fields, model, max_tokens=body.max_tokens, logprobs=None, prompt_logprobs=None)
 
 
 def _turn_request(body: PromptFields, grammar: GrammarSpec | None) -> TurnRequest:

@@ -14,6 +14,9 @@ from tokenspeed.server.body import to_struct
 from tokenspeed.server.openai.fields import Int32, drop_refused
 from tokenspeed.server.openai.tools import ToolName
 
+FIELD_NAMES: Mapping[str, str] = {"stop": "stop_sequences", "prompt": "messages"}
+"""What this API calls the fields that chat completions have."""
+
 # (values that change nothing here, why any other is refused)
 MESSAGES_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "container": ((None,), "there are no code containers"),

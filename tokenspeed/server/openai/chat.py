@@ -12,6 +12,7 @@ from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.sampling import MAX_LOGPROBS
 from tokenspeed.server.body import read_json, to_struct
 from tokenspeed.server.context import ServerContext, generate
+from tokenspeed.server.field_names import spoken_as
 from tokenspeed.server.openai.answer import answer, stream_rules
 from tokenspeed.server.openai.chat_answer import ChatReply, ChatResponse, ChatWants
 from tokenspeed.server.openai.constraint import constraint_of
@@ -98,6 +99,10 @@ def router(context: ServerContext) -> APIRouter:
         context.check_accepting()
         body = parse(await read_json(request))
         context.check_model(body.model)
+        with spoken_as(field_names(body)):
+            return await respond(request, body)
+
+    async def respond(request: Request, body: ChatRequest) -> Response:
         priority = check_priority(body, context.config.allow_priority)
         sampling = to_sampling(
             body,
@@ -143,6 +148,12 @@ def parse(fields: dict[str, Any]) -> ChatRequest:
             param="max_completion_tokens",
         )
     return body
+
+
+def field_names(body: ChatRequest) -> dict[str, str]:
+    """What this request calls the fields that have another name, or another form, behind it."""
+    is_newer = body.max_tokens is None and body.max_completion_tokens is not None
+    return {"prompt": "messages", **({"max_tokens": "max_completion_tokens"} if is_newer else {})}
 
 
 def to_turn(body: ChatRequest) -> TurnRequest:

@@ -15,6 +15,7 @@ from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.server.body import read_json
 from tokenspeed.server.context import ServerContext
 from tokenspeed.server.errors import describe, encode_error
+from tokenspeed.server.field_names import spoken_as
 from tokenspeed.server.openai.fields import check_priority, to_sampling
 from tokenspeed.server.rendering import Conversation
 from tokenspeed.server.responses import json_response
@@ -24,6 +25,7 @@ from tokenspeed.server.responses_api.items import Item
 from tokenspeed.server.responses_api.namespaces import Function, choice_among, functions_of, namespaced
 from tokenspeed.server.responses_api.request import (
     CARRIED_REASONING,
+    FIELD_NAMES,
     ResponsesRequest,
     chat_tools,
     generation_fields,
@@ -51,6 +53,10 @@ def router(context: ServerContext, store: ResponseStore) -> APIRouter:
         context.check_accepting()
         body = parse(await read_json(request))
         context.check_model(body.model)
+        with spoken_as(FIELD_NAMES):
+            return await respond(request, body)
+
+    async def respond(request: Request, body: ResponsesRequest) -> Response:
         previous = _previous(store, body.previous_response_id)
         earlier: list[Item] = previous.conversation() if previous is not None else []
         fields = generation_fields(body)

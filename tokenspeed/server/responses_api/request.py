@@ -27,6 +27,9 @@ from tokenspeed.server.responses_api.response import (
 
 CARRIED_REASONING = "reasoning.encrypted_content"
 
+FIELD_NAMES: Mapping[str, str] = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
+"""What this API calls the fields that chat completions have."""
+
 # (values that change nothing here, why any other is refused)
 RESPONSES_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "access_programs": ((None,), "there are none"),
