@@ -4,6 +4,7 @@ made up."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,7 @@ from tokenspeed.bench import expert_tune
 from tokenspeed.bench.expert_tiles import block_ms, tiles_to_try, ways
 from tokenspeed.bench.expert_tune import ExpertTuner, _half_hidden, _plan, tune_to_file
 from tokenspeed.kernels.registry import Implementation, Need
-from tokenspeed.kernels.triton import moe_experts, moe_grouped, moe_mxfp4_fp16
-from tokenspeed.kernels.triton.moe_align import group_pairs
+from tokenspeed.kernels.triton import moe_experts, moe_grouped, moe_mxfp4_fp16, moe_steps
 from tokenspeed.kernels.triton.moe_experts import TritonExpertKernels
 from tokenspeed.kernels.triton.moe_grouped import GroupedTile
 from tokenspeed.kernels.triton.moe_mxfp4_fp16 import Fp16Tile, half_scale, in_order
@@ -50,11 +50,11 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The tuner with four tiles, of which one gives wrong numbers and one does not run. What it said is appended."""
     launched: list[GroupedTile] = []
 
-    def gate_up(x, matrix, grouping, top_k, activation, tile, hopper=False) -> torch.Tensor:
+    def gate_up(x, matrix, grouping, top_k, activation, tile) -> torch.Tensor:
         launched.append(tile)
         return _spoilt(moe_grouped.grouped_gate_up(x, matrix, grouping, top_k, activation, tile, False), tile)
 
-    def down(h, matrix, grouping, weights, dtype, tile, hopper=False) -> torch.Tensor:
+    def down(h, matrix, grouping, weights, activation, dtype, tile) -> torch.Tensor:
         launched.append(tile)
         return _spoilt(moe_grouped.grouped_down(h, matrix, grouping, weights, dtype, tile, False), tile)
 
@@ -64,10 +64,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         call(0)
         return TILE_US[launched[0]] if len(launched) == 1 else TILED_US if launched else GEMV_US
 
+    steps = replace(moe_steps.GROUPED, gate_up=gate_up, down=down)
     for module in (expert_tune, moe_experts):
-        monkeypatch.setattr(module, "grouped_gate_up", gate_up)
-        monkeypatch.setattr(module, "grouped_down", down)
-    monkeypatch.setattr(expert_tune, "group_pairs", lambda ids, experts, m: group_pairs(ids, experts, m, False))
+        monkeypatch.setattr(module, "steps_of", lambda *_: steps)
     monkeypatch.setattr(expert_tune, "tiles_to_try", lambda *_: iter((WRONG, SLOW, GOOD, BROKEN)))
     monkeypatch.setattr(expert_tune, "compile_all", lambda *_: 4)  # in processes of their own
     monkeypatch.setattr(ExpertTuner, "_graph_us", time_us)

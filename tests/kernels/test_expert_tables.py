@@ -27,6 +27,7 @@ from tokenspeed.kernels.triton.moe_plans import (
     mma_plans,
     read_table,
 )
+from tokenspeed.kernels.triton.moe_steps import FP16, GROUPED, GROUPED_ON_HOPPER, MMA, steps_of
 from tokenspeed.moe.interface import Activation, ExpertWeights, MoeNeed
 from tokenspeed.protocol.errors import ConfigError
 
@@ -125,6 +126,19 @@ def test_prompts_go_to_float16_tensor_cores_by_what_an_expert_gets(num_experts: 
     for pairs, block_m in ((1, 8), (16, 16), (17, 32), (64, 32), (65, 128), (1000, 128)):
         plan = choose(plans, num_experts * pairs // 4)
         assert plan.block_m == block_m and (plan.fp16 is not None) == (pairs > 16)
+
+
+def test_a_plans_tiles_say_which_kernels_run() -> None:
+    for plan in mma_plans(ExpertShape("mxfp4", 32, 4, 2880, 2880), True):
+        up, down = plan.tiles
+        assert steps_of(up) is steps_of(down) is (FP16 if plan.fp16 else MMA)
+        chosen = plan.fp16 or plan.mma
+        assert chosen is not None and (up, down) == (chosen.gate_up, chosen.down)
+    plan = PLANS[1]
+    assert plan.tiles == (plan.gate_up, plan.down)
+    for hopper in (False, True):
+        steps = steps_of(plan.tiles[0], hopper)
+        assert steps is (GROUPED_ON_HOPPER if hopper else GROUPED) and steps.hopper == hopper
 
 
 def test_a_table_with_tiles_that_do_not_serve_a_layer_is_not_its_table() -> None:

@@ -8,10 +8,9 @@ from dataclasses import replace
 from tokenspeed.kernels.triton.moe_grouped import GroupedTile
 from tokenspeed.kernels.triton.moe_mxfp4_fp16 import Fp16Tile, why_no_fp16
 from tokenspeed.kernels.triton.moe_mxfp4_mma import MmaTile
-from tokenspeed.kernels.triton.moe_plans import ExpertShape
+from tokenspeed.kernels.triton.moe_plans import AnyTile, ExpertShape
 from tokenspeed.moe.interface import ExpertFormat, MoeNeed
 
-AnyTile = GroupedTile | MmaTile | Fp16Tile
 MIN_TMA_TOKENS = 4096
 """A launch with the copy engine describes its matrix anew, on the host, which a graph does not show: a prompt of 1024
 tokens took 60 ms with it where it had taken 33 (docs/log.md)."""

@@ -16,48 +16,25 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 import triton
 
 from tokenspeed.bench.expert_inputs import random_routing
-from tokenspeed.bench.expert_tiles import AnyTile, block_ms, tiles_to_try, ways
+from tokenspeed.bench.expert_tiles import block_ms, tiles_to_try, ways
 from tokenspeed.bench.expert_truth import ExpertLayer, make_layers
 from tokenspeed.kernels.registry import Need
 from tokenspeed.kernels.triton import moe_experts
-from tokenspeed.kernels.triton.moe_align import Grouping, group_pairs
+from tokenspeed.kernels.triton.moe_align import Grouping
 from tokenspeed.kernels.triton.moe_experts import TritonExpertKernels, TritonExperts
-from tokenspeed.kernels.triton.moe_grouped import (
-    ExpertMatrix,
-    GroupedTile,
-    grouped_down,
-    grouped_gate_up,
-    warm_up_grouped,
-)
-from tokenspeed.kernels.triton.moe_mxfp4_fp16 import (
-    Fp16Tile,
-    HalfRows,
-    fp16_down,
-    fp16_gate_up,
-    half_rows,
-    half_scale,
-    in_order,
-    warm_up_fp16,
-)
-from tokenspeed.kernels.triton.moe_mxfp4_mma import (
-    HIGH,
-    LOW,
-    MmaTile,
-    SplitRows,
-    hidden_scale,
-    mma_down,
-    mma_gate_up,
-    split_rows,
-    warm_up_mma,
-)
+from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix, GroupedTile
+from tokenspeed.kernels.triton.moe_mxfp4_fp16 import Fp16Tile, half_rows, half_scale, in_order
+from tokenspeed.kernels.triton.moe_mxfp4_mma import HIGH, LOW, MmaTile, SplitRows, hidden_scale, split_rows
 from tokenspeed.kernels.triton.moe_plans import (
     NO_LIMIT,
+    AnyTile,
     ExpertPlan,
     ExpertShape,
     ExpertTable,
@@ -68,6 +45,7 @@ from tokenspeed.kernels.triton.moe_plans import (
     read_table,
     table_name,
 )
+from tokenspeed.kernels.triton.moe_steps import FP16, MMA, Steps, steps_of
 from tokenspeed.moe.interface import Activation, MoeNeed, Routing
 from tokenspeed.protocol.errors import ConfigError
 
@@ -91,17 +69,15 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Tokens and their experts, of every call in a graph. `fp16`: MXFP4 by `moe_mxfp4_fp16`; `split`, `half`: x as
-    `moe_mxfp4_mma` or that takes it."""
+    """Tokens and their experts, of every call in a graph, and the kind of kernels. `rows`: x as these take it."""
 
     count: int
     block_m: int
-    fp16: bool
+    steps: Steps[Any, Any, Any]
     x: list[torch.Tensor]
     routings: list[Routing]
     groupings: list[Grouping]
-    split: list[SplitRows]
-    half: list[HalfRows]
+    rows: list[Any]
 
 
 def compile_all(needs: list[MoeNeed], tokens: tuple[int, ...], num_workers: int | None = None) -> int:
@@ -136,12 +112,7 @@ def _parts_dtype(need: MoeNeed, count: int) -> torch.dtype:
 
 def _compile(need: MoeNeed, block_m: int, tile: AnyTile, is_up: bool, out_dtype: torch.dtype) -> str | None:
     try:
-        if isinstance(tile, MmaTile):
-            warm_up_mma(need, block_m, tile, is_up, out_dtype)
-        elif isinstance(tile, Fp16Tile):
-            warm_up_fp16(need, block_m, tile, is_up, out_dtype)
-        else:
-            warm_up_grouped(need, block_m, tile, is_up, out_dtype)
+        steps_of(tile).warm_up(need, block_m, tile, is_up, out_dtype)
     except Exception as error:  # a tile that does not compile is not a candidate
         return f"{type(error).__name__}: {error}"
     return None
@@ -198,12 +169,14 @@ class ExpertTuner:
                 best = time_us, plan
 
         for block_m in block_ms(self._shape, count):
-            groupings = [group_pairs(one.expert_ids, self._need.num_experts, block_m) for one in routings]
             for fp16 in ways(self._need, block_m):
-                is_split = self._shape.format == "mxfp4" and not fp16
-                split = [split_rows(one) for one in x] if is_split else []
-                half = [half_rows(one) for one in x] if fp16 else []
-                inputs = Inputs(count, block_m, fp16, x, routings, groupings, split, half)
+                steps = steps_of(next(tiles_to_try(self._need, count, block_m, True, fp16)))
+                grouped = [
+                    steps.group(rows, routing.expert_ids, self._need.num_experts, block_m)
+                    for rows, routing in zip(x, routings, strict=True)
+                ]
+                groupings, rows = [first for first, _ in grouped], [second for _, second in grouped]
+                inputs = Inputs(count, block_m, steps, x, routings, groupings, rows)
                 ups, downs = self._time_up(inputs), self._time_down(inputs)
                 if ups is not None and downs is not None:
                     is_wide = _parts_dtype(self._need, count) == torch.float32
@@ -221,7 +194,7 @@ class ExpertTuner:
         return self._layers[call % len(self._layers)]
 
     def _tiles(self, inputs: Inputs, is_up: bool) -> Iterator[AnyTile]:
-        return tiles_to_try(self._need, inputs.count, inputs.block_m, is_up, inputs.fp16)
+        return tiles_to_try(self._need, inputs.count, inputs.block_m, is_up, inputs.steps is FP16)
 
     def _matrices(self, inputs: Inputs, is_up: bool) -> list[ExpertMatrix]:
         """One for each call."""
@@ -237,11 +210,10 @@ class ExpertTuner:
         for tile in self._tiles(inputs, True):
 
             def call(i: int, tile: AnyTile = tile) -> torch.Tensor | SplitRows:
-                if isinstance(tile, MmaTile):
-                    return mma_gate_up(inputs.split[i], matrices[i], groupings[i], top_k, activation, tile)
-                if isinstance(tile, Fp16Tile):
-                    return fp16_gate_up(inputs.half[i], matrices[i], groupings[i], top_k, activation, tile)
-                return grouped_gate_up(inputs.x[i], matrices[i], groupings[i], top_k, activation, tile)
+                h: torch.Tensor | SplitRows = inputs.steps.gate_up(
+                    inputs.rows[i], matrices[i], groupings[i], top_k, activation, tile
+                )
+                return h
 
             best = self._best(best, "gate_up", call, truth, inputs, tile)
         return best
@@ -255,18 +227,14 @@ class ExpertTuner:
         truth = self._layer(0).part_truth(h[0], routings[0], groupings[0])
         matrices = self._matrices(inputs, False)
         activation = self._need.activation
-        split = [_split_hidden(one, activation) for one in h] if inputs.split else []
-        half = [_half_hidden(one, activation) for one in h] if inputs.half else []
+        hidden = [_hidden(one, activation, inputs.steps) for one in h]
         best: Timed | None = None
         for tile in self._tiles(inputs, False):
 
             def call(i: int, tile: AnyTile = tile) -> torch.Tensor:
-                weights = routings[i].weights
-                if isinstance(tile, MmaTile):
-                    return mma_down(split[i], matrices[i], groupings[i], weights, activation, kind, tile)
-                if isinstance(tile, Fp16Tile):
-                    return fp16_down(half[i], matrices[i], groupings[i], weights, activation, kind, tile)
-                return grouped_down(h[i], matrices[i], groupings[i], weights, kind, tile)
+                return inputs.steps.down(
+                    hidden[i], matrices[i], groupings[i], routings[i].weights, activation, kind, tile
+                )  # fmt: skip
 
             best = self._best(best, "down", call, truth, inputs, tile)
         return best
@@ -348,8 +316,14 @@ def _plan(count: int, block_m: int, up: AnyTile, down: AnyTile, is_wide: bool) -
     return ExpertPlan(count, False, block_m, up, down, is_wide)
 
 
+def _hidden(h: torch.Tensor, activation: Activation, steps: Steps[Any, Any, Any]) -> torch.Tensor | SplitRows:
+    """h as these kernels' `gate_up` gives it."""
+    if steps is MMA:
+        return _split_hidden(h, activation)
+    return _half_hidden(h, activation) if steps is FP16 else h
+
+
 def _split_hidden(h: torch.Tensor, activation: Activation) -> SplitRows:
-    """h as `mma_gate_up` gives it."""
     scale = hidden_scale(activation)
     if scale == 0:
         return split_rows(h)
@@ -359,7 +333,6 @@ def _split_hidden(h: torch.Tensor, activation: Activation) -> SplitRows:
 
 
 def _half_hidden(h: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """h as `fp16_gate_up` gives it."""
     rows = half_rows(h)
     return (rows.values.float() * (rows.inverse * half_scale(activation))[:, None]).half()
 

@@ -1,8 +1,8 @@
 """The op `experts` by our Triton kernels: packs a layer's weights once, then chooses kernels by the number of tokens.
 
-A few tokens of dense experts go through `moe_gemv`, all others through `moe_align` and `moe_grouped`; MXFP4 on Hopper
-through `moe_mxfp4_mma`, prompts through `moe_mxfp4_fp16` where that serves the layer. `moe_plans` says which and with
-what tiles. Scratch comes from torch's allocator in each call, which a recorded graph keeps for itself.
+A few tokens of dense experts go through `moe_gemv`, all others through `moe_steps`: `moe_grouped`; MXFP4 on Hopper
+`moe_mxfp4_mma`, prompts `moe_mxfp4_fp16` where that serves the layer. `moe_plans` says which and with what tiles.
+Scratch comes from torch's allocator in each call, which a recorded graph keeps for itself.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ import torch
 import triton
 
 from tokenspeed.kernels.registry import Implementation, Need
-from tokenspeed.kernels.triton.moe_align import group_pairs
 from tokenspeed.kernels.triton.moe_gemv import DenseExperts, Workspace, gemv_down, gemv_gate_up, make_workspace
-from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix, combine, expert_matrix, grouped_down, grouped_gate_up
+from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix, expert_matrix
 from tokenspeed.kernels.triton.moe_mxfp4 import BLOCK, pack_mxfp4
-from tokenspeed.kernels.triton.moe_mxfp4_fp16 import fp16_down, fp16_gate_up, half_rows, why_no_fp16
-from tokenspeed.kernels.triton.moe_mxfp4_mma import group_and_split, mma_down, mma_gate_up, why_no_mma
+from tokenspeed.kernels.triton.moe_mxfp4_fp16 import why_no_fp16
+from tokenspeed.kernels.triton.moe_mxfp4_mma import why_no_mma
 from tokenspeed.kernels.triton.moe_plans import (
     NO_LIMIT,
     ExpertPlan,
     ExpertShape,
     ExpertTable,
-    Fp16Tiles,
-    MmaTiles,
     choose,
     heuristic_plans,
     load_table,
 )
-from tokenspeed.moe.interface import Activation, ExpertWeights, MoeNeed, Routing
+from tokenspeed.kernels.triton.moe_steps import run_steps, steps_of
+from tokenspeed.moe.interface import ExpertWeights, MoeNeed, Routing
 
 logger = logging.getLogger(__name__)
 
@@ -72,81 +70,10 @@ class TritonExperts:
                 h, routing.expert_ids, routing.weights, self._gemv, out, self._workspace, residual is not None,
                 pdl=self._hopper,
             )  # fmt: skip
-        if plan.mma is not None:
-            return run_mma(
-                x, routing, self.gate_up, self.down, self._num_experts, self._activation, plan, plan.mma, residual
-            )  # fmt: skip
-        if plan.fp16 is not None:
-            return run_fp16(
-                x, routing, self.gate_up, self.down, self._num_experts, self._activation, plan, plan.fp16, residual
-            )  # fmt: skip
-        return run_grouped(
-            x, routing, self.gate_up, self.down, self._num_experts, self._activation, plan, residual, self._hopper
-        )
-
-
-def run_grouped(
-    x: torch.Tensor,
-    routing: Routing,
-    gate_up: ExpertMatrix,
-    down: ExpertMatrix,
-    num_experts: int,
-    activation: Activation,
-    plan: ExpertPlan,
-    residual: torch.Tensor | None,
-    hopper: bool,
-) -> torch.Tensor:
-    """The four steps of the grouped kernels for T >= 1 tokens; see `Experts.__call__`.
-
-    Args:
-        hopper: see `moe_grouped`.
-    """
-    num_tokens, top_k = routing.expert_ids.shape
-    grouping = group_pairs(routing.expert_ids, num_experts, plan.block_m, hopper)
-    h = grouped_gate_up(x, gate_up, grouping, top_k, activation, plan.gate_up, hopper)
-    kind = torch.float32 if plan.wide_parts else x.dtype
-    parts = grouped_down(h, down, grouping, routing.weights, kind, plan.down, hopper)
-    return combine(parts, num_tokens, top_k, residual, x.dtype, hopper)
-
-
-def run_mma(
-    x: torch.Tensor,
-    routing: Routing,
-    gate_up: ExpertMatrix,
-    down: ExpertMatrix,
-    num_experts: int,
-    activation: Activation,
-    plan: ExpertPlan,
-    tiles: MmaTiles,
-    residual: torch.Tensor | None,
-) -> torch.Tensor:
-    """The steps of `moe_mxfp4_mma` for T >= 1 tokens; see `Experts.__call__`."""
-    num_tokens, top_k = routing.expert_ids.shape
-    grouping, rows = group_and_split(x, routing.expert_ids, num_experts, plan.block_m)
-    h = mma_gate_up(rows, gate_up, grouping, top_k, activation, tiles.gate_up)
-    kind = torch.float32 if plan.wide_parts else x.dtype
-    parts = mma_down(h, down, grouping, routing.weights, activation, kind, tiles.down)
-    return combine(parts, num_tokens, top_k, residual, x.dtype)
-
-
-def run_fp16(
-    x: torch.Tensor,
-    routing: Routing,
-    gate_up: ExpertMatrix,
-    down: ExpertMatrix,
-    num_experts: int,
-    activation: Activation,
-    plan: ExpertPlan,
-    tiles: Fp16Tiles,
-    residual: torch.Tensor | None,
-) -> torch.Tensor:
-    """The steps of `moe_mxfp4_fp16` for T >= 1 tokens; see `Experts.__call__`."""
-    num_tokens, top_k = routing.expert_ids.shape
-    grouping = group_pairs(routing.expert_ids, num_experts, plan.block_m)
-    h = fp16_gate_up(half_rows(x), gate_up, grouping, top_k, activation, tiles.gate_up)
-    kind = torch.float32 if plan.wide_parts else x.dtype
-    parts = fp16_down(h, down, grouping, routing.weights, activation, kind, tiles.down)
-    return combine(parts, num_tokens, top_k, residual, x.dtype)
+        return run_steps(
+            steps_of(plan.tiles[0], self._hopper), x, routing, self.gate_up, self.down, self._num_experts,
+            self._activation, plan, residual,
+        )  # fmt: skip
 
 
 class TritonExpertKernels:

@@ -17,7 +17,7 @@ launch, and packed instructions widen e4m3 weights; elsewhere plain arithmetic d
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -316,6 +316,31 @@ def expert_matrix(
     return ExpertMatrix(format, weight, scale, bias, weight.shape[1], weight.shape[2])
 
 
+def warm_up_matrix(need: MoeNeed, is_up: bool) -> ExpertMatrix:
+    """One without weights: what a kernel's constants depend on, to compile it before there are any."""
+    hidden, inner = need.hidden_size, need.intermediate_size
+    rows, width = (2 * inner, hidden) if is_up else (hidden, inner)
+    return ExpertMatrix(need.format, torch.empty(0), None, torch.empty(0) if need.has_bias else None, rows, width)
+
+
+def product_constants(
+    matrix: ExpertMatrix, block_m: int, top_k: int, activation: Activation | None, is_up: bool, group_m: int
+) -> dict[str, object]:
+    """Constants that all kernels of experts by tiles of pairs have; of `activation` where `is_up`."""
+    limit = activation.limit if activation is not None and is_up else None
+    return {
+        "N": matrix.num_rows,
+        "K": matrix.width,
+        "TOP_K": top_k,
+        "BLOCK_M": block_m,
+        "GROUP_M": group_m,
+        "IS_UP": is_up,
+        "LIMIT": limit or 0.0,
+        "ALPHA": activation.alpha if activation is not None and limit is not None else 1.0,
+        "HAS_BIAS": matrix.bias is not None,
+    }
+
+
 def grouped_gate_up(
     x: torch.Tensor, matrix: ExpertMatrix, grouping: Grouping, top_k: int, activation: Activation,
     tile: GroupedTile, hopper: bool = True,
@@ -357,10 +382,7 @@ def _descriptor(rows: torch.Tensor, tile: GroupedTile) -> TensorDescriptor:
 
 def warm_up_grouped(need: MoeNeed, block_m: int, tile: GroupedTile, is_up: bool, out_dtype: torch.dtype) -> None:
     """Compile what `grouped_gate_up` or `grouped_down` would launch on this Hopper GPU, without launching it."""
-    width, rows = need.hidden_size, 2 * need.intermediate_size
-    matrix = ExpertMatrix(need.format, torch.empty(0), None, torch.empty(0) if need.has_bias else None, rows, width)
-    if not is_up:
-        matrix = replace(matrix, num_rows=width, width=need.intermediate_size)
+    matrix = warm_up_matrix(need, is_up)
     weight, scale = {
         "dense": (need.dtype, None),
         "mxfp4": (torch.uint8, torch.int32),
@@ -384,19 +406,11 @@ def grouped_constants(
     is_up = activation is not None
     is_ptx = hopper and dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
     return {
-        "N": matrix.num_rows,
-        "K": matrix.width,
-        "TOP_K": top_k,
-        "BLOCK_M": block_m,
+        **product_constants(matrix, block_m, top_k, activation, is_up, tile.group_m),
         "BLOCK_N": tile.block_n,
         "BLOCK_K": _block_k(matrix.format, tile),
         "SPLIT_K": 1 if is_up else tile.split_k,
-        "GROUP_M": tile.group_m,
         "STAGES": tile.stages,
-        "IS_UP": is_up,
-        "LIMIT": (activation.limit or 0.0) if activation is not None else 0.0,
-        "ALPHA": activation.alpha if activation is not None and activation.limit is not None else 1.0,
-        "HAS_BIAS": matrix.bias is not None,
         "FORMAT": matrix.format,
         "TMA": tile.tma,
         "PTX": is_ptx,

@@ -33,7 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed.kernels.triton.launch import ceil_div, power_of_2
 from tokenspeed.kernels.triton.moe_align import Grouping
-from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix
+from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix, product_constants, warm_up_matrix
 from tokenspeed.kernels.triton.moe_mxfp4_mma import NO_GLUON, hidden_scale
 from tokenspeed.moe.interface import Activation, MoeNeed
 
@@ -165,19 +165,11 @@ def fp16_constants(
 ) -> dict[str, object]:
     """The kernel's constants."""
     return {
-        "N": matrix.num_rows,
-        "K": matrix.width,
-        "TOP_K": top_k,
-        "BLOCK_M": block_m,
+        **product_constants(matrix, block_m, top_k, activation, is_up, tile.group_m),
         "SMALLEST": tile.smallest,
         "BLOCK_N": tile.block_n,
         "STAGES": tile.stages,
-        "GROUP_M": tile.group_m,
-        "IS_UP": is_up,
-        "LIMIT": activation.limit if is_up else 0.0,
-        "ALPHA": activation.alpha if is_up else 1.0,
         "H_SCALE": half_scale(activation),
-        "HAS_BIAS": matrix.bias is not None,
         "AHEAD": tile.ahead,
         "WARPS": tile.num_warps,
     }
@@ -186,13 +178,10 @@ def fp16_constants(
 def warm_up_fp16(need: MoeNeed, block_m: int, tile: Fp16Tile, is_up: bool, parts_dtype: torch.dtype) -> None:
     """Compile what `fp16_gate_up` or `fp16_down` would launch on this GPU, without launching it."""
     assert fp16_kernel is not None, "`why_no_mma` has a reason"
-    hidden, inner = need.hidden_size, need.intermediate_size
-    rows, width = (2 * inner, hidden) if is_up else (hidden, inner)
-    matrix = ExpertMatrix("mxfp4", torch.empty(0), None, torch.empty(0) if need.has_bias else None, rows, width)
     fp16_kernel.warmup(
         torch.float16, torch.float32 if is_up else None, torch.uint8, torch.int32, torch.int32,
         need.dtype if need.has_bias else None, torch.int32, torch.int32, None if is_up else torch.float32,
         torch.float16 if is_up else parts_dtype, 64, grid=(1,),
-        **fp16_constants(matrix, block_m, need.top_k, need.activation, is_up, tile),
+        **fp16_constants(warm_up_matrix(need, is_up), block_m, need.top_k, need.activation, is_up, tile),
         num_warps=tile.num_warps, maxnreg=tile.max_registers, launch_pdl=True,
     )  # fmt: skip

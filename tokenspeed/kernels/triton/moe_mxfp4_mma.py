@@ -45,7 +45,7 @@ from tokenspeed.kernels.triton.moe_align import (
     group_pairs,
     num_shares,
 )
-from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix
+from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix, product_constants, warm_up_matrix
 from tokenspeed.kernels.triton.moe_mxfp4 import low_bits
 from tokenspeed.moe.interface import Activation, MoeNeed
 
@@ -236,20 +236,12 @@ def mma_constants(
 ) -> dict[str, object]:
     """The kernel's constants."""
     return {
-        "N": matrix.num_rows,
-        "K": matrix.width,
-        "TOP_K": top_k,
-        "BLOCK_M": block_m,
+        **product_constants(matrix, block_m, top_k, activation, is_up, tile.group_m),
         "BLOCK_N": tile.block_n,
         "CHUNKS": tile.chunks,
         "SPLIT_K": 1 if is_up else tile.split_k,
         "STAGES": tile.stages,
-        "GROUP_M": tile.group_m,
-        "IS_UP": is_up,
-        "LIMIT": (activation.limit or 0.0) if is_up else 0.0,
-        "ALPHA": activation.alpha if is_up and activation.limit is not None else 1.0,
         "H_SCALE": hidden_scale(activation),
-        "HAS_BIAS": matrix.bias is not None,
         "UNROLL": tile.unroll,
         "AT_ONCE": tile.at_once,
         "WARPS": tile.num_warps,
@@ -259,16 +251,12 @@ def mma_constants(
 def warm_up_mma(need: MoeNeed, block_m: int, tile: MmaTile, is_up: bool, parts_dtype: torch.dtype) -> None:
     """Compile what `mma_gate_up` or `mma_down` would launch on this GPU, without launching it."""
     assert product_kernel is not None, "`why_no_mma` has a reason"
-    hidden, inner = need.hidden_size, need.intermediate_size
-    rows, width = (2 * inner, hidden) if is_up else (hidden, inner)
-    bias = torch.empty(0) if need.has_bias else None
-    matrix = ExpertMatrix("mxfp4", torch.empty(0), None, bias, rows, width)
     has_scale = hidden_scale(need.activation) > 0
     out = parts_dtype if not is_up else HIGH if has_scale else torch.bfloat16
     product_kernel.warmup(
         HIGH, LOW, torch.float32 if is_up or not has_scale else None, torch.uint8, torch.int32,
         need.dtype if need.has_bias else None, torch.int32, torch.int32, None if is_up else torch.float32, out,
         LOW if is_up and has_scale else None, 64, 64, grid=(1,),
-        **mma_constants(matrix, block_m, need.top_k, need.activation, is_up, tile),
+        **mma_constants(warm_up_matrix(need, is_up), block_m, need.top_k, need.activation, is_up, tile),
         num_warps=tile.num_warps, launch_pdl=True,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from tokenspeed.kernels.triton.moe_mxfp4_mma import MmaTile
 from tokenspeed.moe.interface import ExpertFormat, MoeNeed
 from tokenspeed.protocol.errors import ConfigError
 
+AnyTile = GroupedTile | MmaTile | Fp16Tile
 MAX_GEMV_TOKENS = 8
 """Without a table, dense experts: up to where the GEMV won for Qwen3-30B-A3B on an H200."""
 DEFAULT_TILE = GroupedTile()
@@ -71,6 +72,12 @@ class ExpertPlan:
     wide_parts: bool = True
     mma: MmaTiles | None = None
     fp16: Fp16Tiles | None = None
+
+    @property
+    def tiles(self) -> tuple[AnyTile, AnyTile]:
+        """Of gate and up, and of down; their kind says which kernels run. Not for the kernels of `moe_gemv`."""
+        chosen = self.mma or self.fp16 or self
+        return chosen.gate_up, chosen.down
 
 
 @dataclass(frozen=True, slots=True)
