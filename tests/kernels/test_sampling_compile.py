@@ -23,15 +23,19 @@ SIZES = dict(
     BUCKETS=room.BUCKETS, PER_T=room.BUCKETS_PER_T, SCALE=room.MASS, LISTED=room.LISTED, SHIFT=16, BLOCK=1024,
     BLOCK_ROW=8192, PDL=int(sys.argv[1]) >= 90,
 )
-INT64 = ("positions_ptr", "seed_ptr", "masses_ptr", "need_ptr", "token_ids_ptr")
+INT64 = ("positions_ptr", "places_ptr", "seed_ptr", "masses_ptr", "need_ptr", "token_ids_ptr")
 INT32 = ("slots_ptr", "top_k_ptr", "indices_ptr", "listed_ptr", "list_ids_ptr", "out_ptr", "masks_ptr")
 KINDS = {name: "*i64" for name in INT64} | {name: "*i32" for name in INT32}
-KINDS |= {"logits_ptr": logits, "rows_ptr": "*i64", "token_ids_stride": "i32"}
+KINDS |= {"logits_ptr": logits, "copies_ptr": logits, "token_ids_stride": "i32", "is_again": "i32"}
+UNMASKED = {"MASKED": False, "places_ptr": None, "masks_ptr": None, "copies_ptr": None}
 
-for name in ("_survey_kernel", "_weigh_kernel", "_gather_kernel", "_choose_kernel", "_masked_kernel"):
-    kernel = getattr(room, name)
-    kinds = {arg: "constexpr" if arg in SIZES else KINDS.get(arg, "*fp32") for arg in kernel.arg_names}
-    sizes = {(kernel.arg_names.index(size),): value for size, value in SIZES.items() if size in kinds}
+for name, more in (
+    ("_survey_kernel", UNMASKED), ("_survey_kernel", {"MASKED": True}),
+    ("_weigh_kernel", {}), ("_gather_kernel", {}), ("_choose_kernel", {}),
+):
+    kernel, known = getattr(room, name), SIZES | more
+    kinds = {arg: "constexpr" if arg in known else KINDS.get(arg, "*fp32") for arg in kernel.arg_names}
+    sizes = {(kernel.arg_names.index(size),): value for size, value in known.items() if size in kinds}
     source = ASTSource(fn=kernel, signature=kinds, constexprs=sizes)
     compiled = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options={"num_warps": 8})
     assert "cubin" in compiled.asm

@@ -5,6 +5,7 @@ Parametrised over `registry.discover()`, as test_ops_contract.py: on a GPU Trito
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from kernel_device import DEVICE
 
 from tokenspeed.kernels.reference import slot_steps
 from tokenspeed.kernels.registry import SLOT_OPS, Need, discover, select_slot_ops
-from tokenspeed.kernels.slot_ops import RecordedInputs, SlotSampling, SlotTables
+from tokenspeed.kernels.slot_ops import PickedRows, RecordedInputs, SlotSampling, SlotTables
 
 VOCAB, SLOTS, LENGTH, PAGE_SIZE, GROUPS = 4211, 7, 96, 4, 2
 NEEDS = [Need(DEVICE, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
@@ -56,6 +57,12 @@ def sampling(generator: torch.Generator) -> SlotSampling:
     )
 
 
+def unfiltered(generator: torch.Generator) -> SlotSampling:
+    params = sampling(generator)
+    ones, nothing = torch.ones_like(params.top_p), torch.zeros_like(params.min_p)
+    return replace(params, top_p=ones, min_p=nothing, top_k=torch.zeros_like(params.top_k))
+
+
 @every("sample_rows")
 def test_the_same_tokens_are_drawn(implementation: Any, need: Need) -> None:
     """Slots in any order, some not at all; rows that fail among them."""
@@ -81,18 +88,57 @@ def test_philox_gives_the_published_words() -> None:
     assert int(slot_steps.philox(0, torch.zeros(1, dtype=torch.int64))[0]) == 0x6627E8D5
 
 
-@every("masked_rows")
-def test_the_same_tokens_are_masked(implementation: Any, need: Need) -> None:
-    logits = torch.randn(5, VOCAB, device=DEVICE).to(need.dtype)
-    logits[4, 7] = torch.nan
-    words = torch.randint(-(2**31), 2**31, (3, -(-VOCAB // 32)), device=DEVICE).to(torch.int32)
-    words[2, 0] = 0
-    rows = torch.tensor([3, 0, 4], device=DEVICE)
-    ours = implementation.make(need)(logits, rows, words)
-    truth = slot_steps.masked_rows(logits, rows, words)
-    assert ours.dtype == truth.dtype
-    assert torch.equal(ours.nan_to_num(nan=5.0), truth.nan_to_num(nan=5.0))
-    assert 0.4 < float((truth == -torch.inf).float().mean()) < 0.6
+@every("redraw_rows")
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("filters", [True, False])
+def test_the_same_tokens_are_drawn_again(implementation: Any, need: Need, masked: bool, filters: bool) -> None:
+    """Of a few rows, in any order. One has failed before, one may sample nothing; NaN counts where it is forbidden."""
+    generator = torch.Generator().manual_seed(12)
+    params = sampling(generator) if filters else unfiltered(generator)
+    slots = [3, 0, 6, 5, 1, 4, 2]
+    places = [4, 0, 5, 6, 1]
+    step = (torch.randn(len(slots), VOCAB, generator=generator) * 2).to(need.dtype).to(DEVICE)
+    step[6, 40] = torch.nan
+    masks = torch.randint(-(2**31), 2**31, (len(places), -(-VOCAB // 32)), generator=generator).to(torch.int32)
+    masks[3, 1] = 0  # the NaN, of a row that counts as usable before
+    masks[4] = 0 if masked else masks[4]
+    masks[4, -1] = -1 << VOCAB % 32  # bits beyond the vocabulary
+    picked = PickedRows(
+        places=torch.tensor(places, device=DEVICE),
+        slots=torch.tensor([slots[place] for place in places], dtype=torch.int32, device=DEVICE),
+        positions=torch.randint(0, LENGTH, (len(places),), generator=generator).to(DEVICE),
+    )
+    before = torch.tensor([7, 8, 9, 10, 11, -1, 12], dtype=torch.int32, device=DEVICE)
+    tables = torch.full((SLOTS, LENGTH), -7, dtype=torch.int64, device=DEVICE)
+    logits, bits = (step, masks.to(DEVICE)) if masked else (step[picked.places], None)
+    ours, ours_tables, truth, truth_tables = before.clone(), tables.clone(), before.clone(), tables.clone()
+    implementation.make(need)(logits, picked, bits, params, ours_tables, ours, filters)
+    slot_steps.redraw_rows(logits, picked, bits, params, truth_tables, truth, filters)
+    assert ours.tolist() == truth.tolist()
+    assert torch.equal(ours_tables, truth_tables)
+    assert truth[[2, 3, 5, 6]].tolist() == [9, 10, -1, -1] and int(truth[1]) == (-1 if masked else truth[1])
+    assert (truth_tables != -7).sum() == 4, "of the five all but the one that had failed"
+
+
+@every("redraw_rows")
+def test_a_mask_is_as_good_as_logits_without_the_others(implementation: Any, need: Need) -> None:
+    """Whatever a row filters by; and a row under a mask that forbids nothing is drawn as it was."""
+    generator = torch.Generator().manual_seed(13)
+    params = sampling(generator)
+    slots = torch.arange(SLOTS, dtype=torch.int32, device=DEVICE)
+    positions = torch.full((SLOTS,), 9, dtype=torch.int64, device=DEVICE)
+    logits = torch.randn(SLOTS, VOCAB, generator=generator).to(need.dtype).to(DEVICE)
+    masks = torch.randint(-(2**31), 2**31, (SLOTS, -(-VOCAB // 32)), generator=generator).to(torch.int32).to(DEVICE)
+    masks[5] = -1
+    bits = ((masks[:, :, None] >> torch.arange(32, device=DEVICE)) & 1).flatten(1)[:, :VOCAB].bool()
+    tables = torch.zeros((SLOTS, LENGTH), dtype=torch.int64, device=DEVICE)
+    wanted = slot_steps.sample_rows(logits.masked_fill(~bits, -torch.inf), slots, positions, params, tables)
+    picked = PickedRows(slots.long(), slots, positions)
+    drawn = torch.zeros(SLOTS, dtype=torch.int32, device=DEVICE)
+    implementation.make(need)(logits, picked, masks, params, tables.zero_(), drawn, True)
+    assert drawn.tolist() == wanted.tolist() == tables[:, 9].tolist()
+    assert drawn[5] == slot_steps.sample_rows(logits, slots, positions, params, tables)[5]
+    assert all(bits[row, token] for row, token in enumerate(drawn.tolist()))
 
 
 def tables() -> SlotTables:

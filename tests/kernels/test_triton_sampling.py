@@ -8,8 +8,8 @@ import pytest
 import torch
 from kernel_device import DEVICE, ON_GPU
 
-from tokenspeed.kernels.slot_ops import SlotSampling
-from tokenspeed.kernels.triton.sampling import masked_rows, sample_rows
+from tokenspeed.kernels.slot_ops import PickedRows, SlotSampling
+from tokenspeed.kernels.triton.sampling import LISTED, redraw_rows, sample_rows
 
 VOCAB = 5000 if ON_GPU else 4200  # more than one chunk of the drawing kernel
 
@@ -168,27 +168,72 @@ def test_unusable_logits_fail_alone() -> None:
     assert draw(logits, sampling(temperature=[1.0, 1.0, 0.0, 0.0]), 0) == [-1, -1, -1, int(expected)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def redraw(
+    logits: torch.Tensor,
+    allowed: torch.Tensor,
+    params: SlotSampling,
+    places: list[int],
+    drawn: list[int],
+    filters: bool,
+) -> list[int]:
+    """Draw rows `places` again for position 9; allowed: [n, V] bool."""
+    count, vocab = allowed.shape
+    bits = torch.zeros(count, -(-vocab // 32) * 32, dtype=torch.int64, device=DEVICE)
+    bits[:, :vocab] = allowed
+    words = (bits.view(count, -1, 32) << torch.arange(32, device=DEVICE)).sum(2)
+    index = torch.tensor(places, device=DEVICE)
+    rows = PickedRows(index, index.to(torch.int32), torch.full((count,), 9, device=DEVICE))
+    out = torch.tensor(drawn, dtype=torch.int32, device=DEVICE)
+    token_ids = torch.full((params.seed.shape[0], 600), -7, dtype=torch.int64, device=DEVICE)
+    before = logits.clone()
+    redraw_rows(logits, rows, words.to(torch.int32), params, token_ids, out, filters, pdl=ON_GPU)
+    assert torch.equal(before.nan_to_num(nan=5.0), logits.nan_to_num(nan=5.0)), "log-probabilities are read from them"
+    for slot, token in enumerate(drawn):
+        is_mine = slot in places and token >= 0
+        assert token_ids[slot, 9] == (max(int(out[slot]), 0) if is_mine else -7)
+    return out.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [VOCAB, VOCAB - 17])
-def test_masked_rows(vocab: int, dtype: torch.dtype) -> None:
-    """Bits of the last word beyond the vocabulary mean nothing; NaN is kept, forbidden or not."""
-    logits = torch.randn(5, vocab, device=DEVICE).to(dtype)
-    logits[4, 7] = float("nan")
-    words = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), dtype=torch.int64, device=DEVICE).to(torch.int32)
-    words[2, 0] = 0
-    rows = torch.tensor([3, 0, 4], device=DEVICE)
-    out = masked_rows(logits, rows, words)
-    assert out.dtype == dtype
-    allowed = ((words[:, :, None] >> torch.arange(32, device=DEVICE)) & 1).flatten(1)[:, :vocab].bool()
-    assert 0.4 < float(allowed.float().mean()) < 0.6
-    wanted = logits[rows].masked_fill(~allowed, float("-inf"))
-    wanted[2, 7] = float("nan")
-    assert torch.equal(out.nan_to_num(nan=5.0), wanted.nan_to_num(nan=5.0))
+@pytest.mark.parametrize("filters", [True, False])
+def test_rows_under_masks_draw_as_if_the_others_were_forbidden(vocab: int, dtype: torch.dtype, filters: bool) -> None:
+    """By the same numbers; others keep their tokens, and so do rows that had failed."""
+    logits = torch.randn(6, vocab, device=DEVICE).to(dtype)
+    logits[1, 7] = float("nan")
+    off = [1.0] * 6
+    params = sampling(
+        temperature=[0.0, 1.0, 0.8, 1.2, 0.7, 1.0],
+        top_p=[1.0, 1.0, 0.9, 1.0, 0.95, 1.0] if filters else off,
+        top_k=[0, 0, 0, 30, 900, 0] if filters else [0.0] * 6,
+        seed=[1, 2, 3, 4, 5, 6],
+    )
+    places = [3, 0, 4, 1, 2]
+    allowed = torch.rand(len(places), vocab, device=DEVICE) < 0.5
+    allowed[1, int(logits[0].argmax())] = False
+    alone = logits[places].masked_fill(~allowed & ~logits[places].isnan(), -torch.inf)
+    expected = draw(alone, params, 9, places)
+    found = redraw(logits, allowed, params, places, [11, 12, -1, 14, 15, 16], filters)
+    assert [found[place] for place in places] == [
+        -1 if place == 2 else one for place, one in zip(places, expected, strict=True)
+    ]
+    assert found[5] == 16 and found[1] == -1 and found[0] != int(logits[0].argmax())
 
 
-def test_a_row_that_may_sample_nothing_fails() -> None:
+def test_a_mask_with_more_than_a_list_holds() -> None:
+    """Bisection over the whole row has to look at what the mask leaves."""
+    logits = torch.full((1, VOCAB), 2.5, device=DEVICE)
+    allowed = torch.arange(VOCAB, device=DEVICE)[None] % 97 > 0
+    assert int(allowed.sum()) > LISTED
+    params = sampling(temperature=[1.0], top_p=[0.5], seed=[4])
+    (token,) = redraw(logits, allowed, params, [0], [0], True)
+    assert [token] == draw(logits.masked_fill(~allowed, -torch.inf), params, 9) and token % 97 > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_may_sample_nothing_fails(temperature: float) -> None:
     logits = torch.randn(1, VOCAB, device=DEVICE)
-    nothing = torch.zeros(1, -(-VOCAB // 32), dtype=torch.int32, device=DEVICE)
-    allowed = masked_rows(logits, torch.zeros(1, dtype=torch.int64, device=DEVICE), nothing)
-    assert draw(allowed, sampling(temperature=[0.0]), 3) == [-1]
-    assert draw(allowed, sampling(temperature=[1.0]), 3) == [-1]
+    nothing = torch.zeros(1, VOCAB, dtype=torch.bool, device=DEVICE)
+    for top_k in (0, 5):
+        params = sampling(temperature=[temperature], top_k=[top_k])
+        assert redraw(logits, nothing, params, [0], [3], True) == [-1]

@@ -25,6 +25,7 @@ from tokenspeed.cache.spec import GroupSpec, group_layers
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.distributed.mesh import SINGLE
 from tokenspeed.kernels.registry import Need, select_ops, select_slot_ops
+from tokenspeed.kernels.slot_ops import PickedRows
 from tokenspeed.models.registry import build_model
 from tokenspeed.moe.select import moe_need, select_moe
 from tokenspeed.protocol.step import Row, StepPlan
@@ -129,9 +130,11 @@ class AbsentGpu:
         """Rows with a grammar, and rows whose logits are edited besides."""
         count = len(logits)
         words = torch.zeros(count, -(-self._vocab_size // 32), dtype=torch.int32)
-        slots, positions = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int64)
-        for edited in (self._slot_ops.masked_rows(logits, positions, words), logits.float()):
-            self._slot_ops.sample_rows(edited, slots, positions, self._sampling, self._state.token_ids)
+        slots, places = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int64)
+        picked, drawn = PickedRows(places, slots, places), torch.zeros(count, dtype=torch.int32)
+        for edited, masks in ((logits, words), (logits.float(), None)):
+            again = (edited, picked, masks, self._sampling, self._state.token_ids, drawn)
+            self._slot_ops.redraw_rows(*again, filters=True)
 
     def rows(self, *lengths: int, start: int = 0) -> StepPlan:
         rows = [Row(slot, start, length, ([],) * len(self.groups), True, False) for slot, length in enumerate(lengths)]

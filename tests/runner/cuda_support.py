@@ -21,7 +21,7 @@ from tokenspeed.kernels.slot_ops import SlotOps
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import RowResult, StepPlan, StepResult
-from tokenspeed.runner import cuda_runner, grammar_rows, launched_step
+from tokenspeed.runner import cuda_runner, launched_step
 from tokenspeed.runner.cuda_runner import CudaModelRunner, GraphPlan
 from tokenspeed.runner.decode_graphs import DecodeGraphs
 from tokenspeed.runner.interface import Pending
@@ -101,7 +101,6 @@ def recording_fixture(monkeypatch: pytest.MonkeyPatch) -> Recording:
         return recording
     monkeypatch.setattr(cuda_runner, "torch", UnpinnedTorch())
     monkeypatch.setattr(launched_step, "torch", UnpinnedTorch())
-    monkeypatch.setattr(grammar_rows, "torch", UnpinnedTorch())
     for kind in (DecodeGraphs, PrefillGraphs):
 
         def remember(self: Any, *buffers: Any, forward: Any = kind._forward) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from cuda_support import (
 )
 from runner_support import Plans
 
+from tokenspeed.kernels.slot_ops import PickedRows
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import StepResult
@@ -78,16 +80,17 @@ def test_edits_of_logits_are_followed(graphs: GraphPlan, recording: Recording) -
 
 def test_capture_does_what_no_warm_up_step_does(recording: Recording) -> None:
     """Masks over the head's own logits were compiled by the first constrained request."""
-    seen: list[torch.dtype] = []
+    seen: set[tuple[torch.dtype, bool, bool]] = set()
     ops = slot_ops()
 
-    def noted(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-        seen.append(logits.dtype)
-        return ops.masked_rows(logits, rows, masks)
+    def noted(logits: torch.Tensor, rows: PickedRows, masks: torch.Tensor | None, *others: Any) -> None:
+        seen.add((logits.dtype, masks is not None, others[-1]))
+        ops.redraw_rows(logits, rows, masks, *others)
 
-    noting = replace(ops, masked_rows=noted)
+    noting = replace(ops, redraw_rows=noted)
     with opened(GraphPlan(sizes=(1,)), recording, on_slots=noting) as runner:
-        assert set(seen) == {torch.float32}, "of a float32 model"
+        of_a_float32_model = {(torch.float32, True, True), (torch.float32, False, True)}
+        assert seen == of_a_float32_model, "with the launches for filters, which no recorded step may have"
         assert float(runner._drawing.sampling.temperature[SLOTS]) == 0, "padding rows are greedy"
 
 

@@ -23,7 +23,7 @@ from tokenspeed.protocol.errors import ConfigError
 
 REQUIRED = ("embedding", "rms_norm", "add_rms_norm", "qkv_rope_cache", "paged_attention", "silu_and_mul", "linear")
 OPTIONAL = ("block_linear", "recorder", "fused_linear", "fp8_linear", "route", "experts")
-SLOT_OPS = ("decode_inputs", "prefill_inputs", "sample_rows", "masked_rows")
+SLOT_OPS = ("decode_inputs", "prefill_inputs", "sample_rows", "redraw_rows")
 """Of a device that keeps requests in slots."""
 
 

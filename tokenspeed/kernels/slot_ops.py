@@ -64,6 +64,19 @@ class SlotSampling:
     seed: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class PickedRows:
+    """Some rows of a step, on the device.
+
+    Fields:
+        places: [n] int64, among the step's rows. slots: [n] int32. positions: [n] int64, see `SampleRows`.
+    """
+
+    places: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+
+
 class DecodeInputs(Protocol):
     def __call__(self, rows: torch.Tensor, tables: SlotTables, out: RecordedInputs) -> None:
         """Fill `out` for decode rows, except `query_start`, after noting the pages that they bring in `tables`.
@@ -116,15 +129,28 @@ class SampleRows(Protocol):
         ...
 
 
-class MaskedRows(Protocol):
-    def __call__(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-        """Some rows of the logits with -inf wherever a mask forbids a token. NaN stays: such a row has failed.
+class RedrawRows(Protocol):
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        rows: PickedRows,
+        masks: torch.Tensor | None,
+        sampling: SlotSampling,
+        token_ids: torch.Tensor,
+        drawn: torch.Tensor,
+        filters: bool,
+    ) -> None:
+        """Draw some rows of a step again, by the same numbers as `SampleRows`, which have drawn all of them.
+
+        A row that has failed there stays as it is: a mask may hide what is wrong with its logits.
 
         Args:
-            logits: [R, V] float32, float16 or bfloat16, contiguous.
-            rows: [n] int64. masks: [n, ceil(V / 32)] int32, bit v % 32 of word v // 32 allows token v.
-        Returns:
-            [n, V] in the dtype of `logits`.
+            logits: as in `SampleRows`. With masks the step's, [R, V]; else those of `rows` alone, [n, V], edited.
+            masks: [n, ceil(V / 32)] int32, bit v % 32 of word v // 32 allows token v; what is not allowed counts as
+                -inf. Bits beyond V mean nothing.
+            token_ids: [S, L] int64; written as in `SampleRows`.
+            drawn: [R] int32, what `SampleRows` returned for the step; corrected at the rows' places.
+            filters: False: no row has a temperature together with top_k, top_p or min_p, which saves launches.
         """
         ...
 
@@ -136,4 +162,4 @@ class SlotOps:
     decode_inputs: DecodeInputs
     prefill_inputs: PrefillInputs
     sample_rows: SampleRows
-    masked_rows: MaskedRows
+    redraw_rows: RedrawRows

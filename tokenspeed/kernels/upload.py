@@ -42,5 +42,26 @@ def upload(source: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
     return event.synchronize
 
 
+class SideCopy:
+    """Copies from page-locked memory to `device` on a stream of their own, while the current one is busy. What is
+    launched on the current stream afterwards sees them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_beside = device.type == "cuda"
+        if self._is_beside:
+            self._stream = torch.cuda.Stream(device)
+            self._arrived = torch.cuda.Event()
+
+    def __call__(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """`out` must not be in use: nothing that was launched before is waited for."""
+        if not self._is_beside:
+            out.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            out.copy_(source, non_blocking=True)
+            self._arrived.record(self._stream)
+        torch.cuda.current_stream(out.device).wait_event(self._arrived)
+
+
 def _nothing() -> None:
     """The copy is over."""

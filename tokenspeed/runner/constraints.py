@@ -212,9 +212,12 @@ class Constraints:
             return []
         return [row for row, slot in enumerate(slots) if self._is_active(slot)]
 
-    def fill(self, slots: Sequence[int], rows: Sequence[int]) -> NDArray[np.int32]:
-        """Masks of `slots[row]` for each of `rows` (see `rows`): [len(rows), ceil(V / 32)], a bit a token."""
-        words = np.empty((len(rows), self._num_words), dtype=np.int32)
+    def fill(
+        self, slots: Sequence[int], rows: Sequence[int], out: NDArray[np.int32] | None = None
+    ) -> NDArray[np.int32]:
+        """Masks of `slots[row]` for each of `rows` (see `rows`): [len(rows), ceil(V / 32)], a bit a token; into `out`
+        where that is given."""
+        words = np.empty((len(rows), self._num_words), dtype=np.int32) if out is None else out
         mine = [self._slots[slots[row]] for row in rows]
         together, was_slow = self._fill_together(mine, words)
         done = frozenset() if was_slow else together
@@ -255,13 +258,14 @@ class Constraints:
                 matchers.append(matcher)
         if len(places) < MIN_TOGETHER or self._compiler is None:
             return frozenset(), False
-        filled = np.empty((len(places), self._num_words), dtype=np.int32)
+        filled = words if len(places) == len(slots) else np.empty((len(places), self._num_words), dtype=np.int32)
         begin_s = time.perf_counter()
         try:
             self._compiler.fill_all(matchers, filled)
         except Exception:  # of one matcher, no matter which
             return frozenset(), False
-        words[places] = filled
+        if filled is not words:
+            words[places] = filled
         return frozenset(places), time.perf_counter() - begin_s > SLOW_S * (1 + len(places) / 8)
 
     def accept(self, slot: int, token_id: int) -> Fault | None:

@@ -26,13 +26,14 @@ from tokenspeed.protocol.messages import ProfileOptions
 from tokenspeed.protocol.step import Row, StepPlan, StepResult
 from tokenspeed.runner.decode_graphs import DecodeGraphs
 from tokenspeed.runner.device_state import DeviceState
-from tokenspeed.runner.drawing import Drawing
+from tokenspeed.runner.drawing import Drawing, Landing
 from tokenspeed.runner.interface import Pending
 from tokenspeed.runner.launched_step import LaunchedStep, Sampled
 from tokenspeed.runner.loaded import LoadedModel
 from tokenspeed.runner.memory import PREFILL_GRAPH_REQUESTS
 from tokenspeed.runner.memory_errors import MemoryErrors
 from tokenspeed.runner.model_runner import Limits
+from tokenspeed.runner.picked_rows import PickedRoom
 from tokenspeed.runner.prefill_graphs import PrefillGraphs
 from tokenspeed.runner.profiler import StepProfiler
 from tokenspeed.runner.prompt_logprobs import PendingPrompt, PromptLogprobs
@@ -56,6 +57,7 @@ class _Staging:
     Fields:
         rows: input of a decode graph. prompts: input of a prompt graph. sampled: where sampled tokens arrive.
         done: behind the step that has the buffers.
+        picked: for rows that are drawn again, on both sides.
         step: that step, whose result must be taken before another has them.
         num_sampled: how much of `sampled` it has taken.
         decode_inputs: `rows` as each graph takes it, on both sides.
@@ -65,6 +67,7 @@ class _Staging:
     prompts: torch.Tensor
     sampled: torch.Tensor
     done: torch.cuda.Event
+    picked: PickedRoom
     step: LaunchedStep | None = None
     num_sampled: int = 0
     decode_inputs: dict[torch.Size, tuple[torch.Tensor, NDArray[np.int32]]] = field(default_factory=dict)
@@ -75,12 +78,13 @@ class _Staging:
             self.step.result()
             self.step = None
         self.num_sampled = 0
+        self.picked.clear()
 
-    def take_sampled(self, count: int) -> torch.Tensor:
-        """Room for `count` sampled tokens, [count] int32."""
+    def land(self, count: int) -> Landing:
+        """Room for `count` sampled tokens."""
         start = self.num_sampled
         self.num_sampled += count
-        return self.sampled[start : self.num_sampled]
+        return Landing(self.sampled[start : self.num_sampled], self.done, self.picked)
 
     def decode_input(self, shape: torch.Size) -> tuple[torch.Tensor, NDArray[np.int32]]:
         """Room for the input of a decode graph, as a tensor and for numpy."""
@@ -158,6 +162,7 @@ class CudaModelRunner:
                 _pinned(4 * PREFILL_GRAPH_REQUESTS),
                 _pinned(num_slots),
                 torch.cuda.Event(),  # type: ignore[no-untyped-call]
+                self._drawing.picked_room(),
             )
             for _ in range(NUM_STAGING)
         ]
@@ -201,7 +206,8 @@ class CudaModelRunner:
                 for plan in self._graph_plan.warm_up:
                     self.execute(plan).result()
                 recorded = [graphs for graphs in (self._graphs, self._prefill) if graphs is not None]
-                self._drawing.warm_up({torch.float32, *(graphs.logits_dtype for graphs in recorded)})
+                dtypes = {torch.float32, *(graphs.logits_dtype for graphs in recorded)}
+                self._drawing.warm_up(dtypes, self._staging[0].picked)
         self._is_warm = True
         self._graph_plan.ready()
 
@@ -267,8 +273,8 @@ class CudaModelRunner:
         self._graphs.fill(numbers, rows, slots)
         decode.rows.copy_(host, non_blocking=True)
         decode.graph.replay()
-        token_ids, host = decode.token_ids[: len(rows)], staging.take_sampled(len(rows))
-        return self._drawing.finish(rows, slots, token_ids, decode.logits, host)
+        token_ids, landing = decode.token_ids[: len(rows)], staging.land(len(rows))
+        return self._drawing.finish(rows, slots, token_ids, decode.logits, landing)
 
     def _prefill_size(self, rows: list[Row]) -> int | None:
         """The recorded token count that serves rows without a decode graph; None: they run eagerly."""
@@ -284,8 +290,8 @@ class CudaModelRunner:
         prefill.rows.copy_(host, non_blocking=True)
         prefill.graph.replay()
         slots = [row.slot for row in sampling]
-        token_ids, host = prefill.token_ids[: len(slots)], staging.take_sampled(len(slots))
-        return self._drawing.finish(sampling, slots, token_ids, prefill.logits, host)
+        token_ids, landing = prefill.token_ids[: len(slots)], staging.land(len(slots))
+        return self._drawing.finish(sampling, slots, token_ids, prefill.logits, landing)
 
     def _eager(self, rows: list[Row], prompts: dict[int, PendingPrompt]) -> torch.Tensor:
         """Forward of any rows; logits [n, V] float32 of those that sample."""
@@ -311,7 +317,7 @@ class CudaModelRunner:
     def _sample(self, rows: list[Row], logits: torch.Tensor, staging: _Staging) -> Sampled:
         slots = [row.slot for row in rows]
         token_ids = self._drawing.draw(logits, slots, [row.start + row.num_tokens for row in rows])
-        return self._drawing.finish(rows, slots, token_ids, logits, staging.take_sampled(len(rows)))
+        return self._drawing.finish(rows, slots, token_ids, logits, staging.land(len(rows)))
 
 
 def _finished(work: Callable[[], str]) -> Future[str]:

@@ -1,39 +1,30 @@
 """Constrained rows on a GPU: masks are made on the host while the step's forward runs on the device.
 
-A grammar must know the token of the step before. That token is sampled on the device; its copy to the host is awaited
-only here, after the next forward has been launched, so the device keeps working meanwhile. The rows are then sampled
-again, behind the forward, from masked logits.
+A grammar must know the token of the step before. That token is sampled on the device; the step is awaited only here,
+after the next forward has been launched, so the device keeps working meanwhile. The rows are then sampled again, behind
+the forward, under masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from tokenspeed.protocol.step import Admission
 from tokenspeed.runner.constraints import Constraints, Fault
+from tokenspeed.runner.launched_step import Sampled
 from tokenspeed.sampling.masks import TokenMasks
-
-
-@dataclass(frozen=True, slots=True)
-class _OnItsWay:
-    """A step's sampled tokens on their way to the host, and one row of them."""
-
-    copied: torch.cuda.Event
-    token_ids: torch.Tensor
-    row: int
 
 
 class GrammarRows:
     """Which slots have a grammar, and how far each grammar has read."""
 
-    def __init__(self, constraints: Constraints, device: torch.device) -> None:
+    def __init__(self, constraints: Constraints) -> None:
         self._constraints = constraints
-        self._device = device
         self._slots: set[int] = set()
-        self._unread: dict[int, _OnItsWay] = {}
+        self._unread: dict[int, tuple[Sampled, int]] = {}  # and the row among them
 
     def admit(self, admission: Admission) -> None:
         """A sequence enters a slot. What it had sampled before comes with the admission."""
@@ -57,27 +48,28 @@ class GrammarRows:
             unread = self._unread.pop(slot, None)
             if unread is None:
                 continue
-            unread.copied.synchronize()
-            error = self._constraints.accept(slot, int(unread.token_ids[unread.row]))
+            sampled, row = unread
+            error = self._constraints.accept(slot, sampled.wait()[row])
             if error is not None:
                 errors[slot] = error
             if not self._constraints.holds(slot):
                 self._slots.discard(slot)
         return errors
 
+    def constrained(self, slots: Sequence[int]) -> list[int]:
+        """Places in `slots` whose next token something constrains. After `catch_up`."""
+        return self._constraints.rows(slots)
+
+    def fill(self, slots: Sequence[int], out: NDArray[np.int32]) -> None:
+        """What `slots`, all of them constrained, may sample next: [len(slots), ceil(V / 32)], a bit a token."""
+        self._constraints.fill(slots, range(len(slots)), out)
+
     def masks(self, slots: Sequence[int]) -> TokenMasks | None:
-        """What `slots` may sample next; None when nothing constrains them. After `catch_up`."""
-        constrained = self._constraints.rows(slots)
+        """The same for any slots, in memory of its own; None when nothing constrains them."""
+        constrained = self.constrained(slots)
         return TokenMasks(constrained, self._constraints.fill(slots, constrained)) if constrained else None
 
-    def sampled(self, slots: Sequence[int], token_ids: torch.Tensor) -> None:
-        """Tokens have been sampled for `slots`, [len(slots)] on the device; starts their copy."""
-        mine = self.rows(slots)
-        if not mine:
-            return
-        host = torch.empty(len(slots), dtype=token_ids.dtype, pin_memory=True)
-        host.copy_(token_ids, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(self._device))
-        for row in mine:
-            self._unread[slots[row]] = _OnItsWay(copied, host, row)
+    def sampled(self, slots: Sequence[int], sampled: Sampled) -> None:
+        """A token has been sampled for each of `slots`."""
+        for row in self.rows(slots):
+            self._unread[slots[row]] = sampled, row

@@ -22,15 +22,31 @@ class Sampled:
     """Tokens of some rows on their way to the host.
 
     Fields:
-        token_ids: pinned [n] int32; below 0: the logits were unusable.
+        token_ids: pinned [n] int32; below 0: the logits were unusable. Another step's, later: see `tokens`.
+        done: recorded behind their copy before anybody asks.
         logprobs: of the rows `logprob_rows`, which asked.
         errors: why a slot's sequence cannot go on, as its grammar sees it.
     """
 
     token_ids: torch.Tensor
+    done: torch.cuda.Event
     logprobs: PendingLogprobs | None = None
     logprob_rows: tuple[int, ...] = ()
     errors: dict[int, Fault] = field(default_factory=dict)
+    _tokens: list[int] | None = None
+
+    def wait(self) -> list[int]:
+        """The tokens, once they are there."""
+        if self._tokens is None:
+            self.done.synchronize()
+        return self.tokens()
+
+    def tokens(self) -> list[int]:
+        """The same where somebody has waited for the step. Whoever takes its buffers has asked for its result before:
+        from then on they are here, and the buffer and the event are not looked at any more."""
+        if self._tokens is None:
+            self._tokens = self.token_ids.tolist()
+        return self._tokens
 
 
 class LaunchedStep:
@@ -86,7 +102,7 @@ class LaunchedStep:
 
     def _rows(self, rows: list[Row], sampled: Sampled, prompts: dict[int, list[TokenLogprobs]]) -> list[RowResult]:
         """Results of one group of rows."""
-        token_ids = sampled.token_ids.tolist()
+        token_ids = sampled.tokens()
         if not (sampled.logprob_rows or sampled.errors or prompts) and min(token_ids, default=0) >= 0:
             return [RowResult(row.slot, [token_id]) for row, token_id in zip(rows, token_ids, strict=True)]
         logprobs = self._logprobs(sampled)

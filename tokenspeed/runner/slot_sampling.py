@@ -1,4 +1,4 @@
-"""Sampling parameters of every slot on the device, for the kernel that draws, and who wants log-probabilities."""
+"""Sampling parameters of every slot on the device, for the kernel that draws; who filters, who wants logprobs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class SlotParameters:
             seed=torch.zeros(num_slots, dtype=torch.int64, device=device),
         )
         self._num_logprobs: dict[int, int] = {}
+        self._filtering: set[int] = set()
 
     def admit(self, admission: Admission) -> None:
         """Take over a sequence's parameters; `seed` is set in every admission."""
@@ -38,10 +39,18 @@ class SlotParameters:
             target[slot : slot + 1] = values[column : column + 1]
         sampling.top_k[slot : slot + 1] = whole[:1]
         sampling.seed[slot : slot + 1] = whole[1:]
+        if temperature > 0 and (wanted.top_p < 1 or wanted.min_p > 0 or wanted.top_k > 0):
+            self._filtering.add(slot)
+        else:
+            self._filtering.discard(slot)
         if wanted.logprobs is None:
             self._num_logprobs.pop(slot, None)
         else:
             self._num_logprobs[slot] = wanted.logprobs
+
+    def filter_any(self, slots: Sequence[int]) -> bool:
+        """Whether one of them has top_k, top_p or min_p, and is not greedy."""
+        return not self._filtering.isdisjoint(slots)
 
     def logprob_rows(self, slots: Sequence[int]) -> dict[int, int]:
         """Places in `slots` that want the log-probability of their token -> how many alternatives besides."""

@@ -7,7 +7,7 @@ import math
 import torch
 
 from tokenspeed.kernels.reference.pointwise import reference
-from tokenspeed.kernels.slot_ops import RecordedInputs, SlotSampling, SlotTables
+from tokenspeed.kernels.slot_ops import PickedRows, RecordedInputs, SlotSampling, SlotTables
 
 MASS = 2.0**40
 """Whole numbers, the best token's mass: sums do not depend on the order of additions."""
@@ -123,17 +123,35 @@ def philox(seed: int, counters: torch.Tensor) -> torch.Tensor:
     return word[0]
 
 
-def masked_rows(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """See `slot_ops.MaskedRows`."""
-    bits = torch.arange(32, device=masks.device)
-    forbidden = (((masks[:, :, None] >> bits) & 1) == 0).flatten(1)[:, : logits.shape[1]]
-    chosen = logits[rows]
-    return chosen.masked_fill(forbidden & ~chosen.isnan(), -math.inf)
+def redraw_rows(
+    logits: torch.Tensor,
+    rows: PickedRows,
+    masks: torch.Tensor | None,
+    sampling: SlotSampling,
+    token_ids: torch.Tensor,
+    drawn: torch.Tensor,
+    filters: bool,
+) -> None:
+    """See `slot_ops.RedrawRows`. Waits for the device: not for recorded steps."""
+    picked = zip(rows.places.tolist(), rows.slots.tolist(), rows.positions.tolist(), strict=True)
+    for row, (place, slot, position) in enumerate(picked):
+        if drawn[place] < 0:
+            continue
+        x = logits[row if masks is None else place].float()
+        if masks is not None:
+            x = x.masked_fill(~_allowed(masks[row], len(x)) & ~x.isnan(), -math.inf)
+        drawn[place] = _draw(x, slot, position, sampling)
+        token_ids[slot, position] = max(int(drawn[place]), 0)
+
+
+def _allowed(mask: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[V] bool from bits."""
+    return ((mask[:, None] >> torch.arange(32, device=mask.device)) & 1).flatten()[:vocab_size].bool()
 
 
 IMPLEMENTATIONS = (
     reference("decode_inputs", decode_inputs, can_record=False),
     reference("prefill_inputs", prefill_inputs, can_record=False),
     reference("sample_rows", sample_rows, can_record=False),
-    reference("masked_rows", masked_rows),
+    reference("redraw_rows", redraw_rows, can_record=False),
 )

@@ -21,7 +21,7 @@ from tokenspeed.kernels.triton.decode_attention import (
 from tokenspeed.kernels.triton.launch import launch_notes
 from tokenspeed.kernels.triton.pointwise import qkv_rope_cache, rms_norm, silu_and_mul
 from tokenspeed.kernels.triton.prefill_attention import prefill_attention
-from tokenspeed.kernels.triton.sampling import masked_rows, sample_rows
+from tokenspeed.kernels.triton.sampling import redraw_rows, sample_rows
 from tokenspeed.kernels.triton.small_linear import MAX_ROWS, fused_linear, is_for_cublas, make_workspace
 from tokenspeed.kernels.triton.step_inputs import decode_inputs, prefill_inputs
 from tokenspeed.kernels.triton.whole_prompts import are_whole_prompts, attend_whole_prompts
@@ -255,5 +255,5 @@ IMPLEMENTATIONS = (
     _entry("decode_inputs", lambda need: decode_inputs),
     _entry("prefill_inputs", lambda need: prefill_inputs),
     _entry("sample_rows", lambda need: partial(sample_rows, pdl=_has_pdl(need))),
-    _entry("masked_rows", lambda need: masked_rows),
+    _entry("redraw_rows", lambda need: partial(redraw_rows, pdl=_has_pdl(need))),
 )

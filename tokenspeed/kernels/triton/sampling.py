@@ -11,6 +11,8 @@ Steps     a row without filters: the best of every chunk of the vocabulary, then
           3 gather    lists what may or may not stay (from the floor up; in the bucket where top_p is reached), and
                       draws among what stays for certain (the buckets above)
           4 choose    finds the threshold in the list by bisection, draws from the list, takes the best of all
+          Rows that are drawn again under masks: the survey takes the forbidden away while it loads, and leaves rows
+          that filter as copies for the others. Where no row filters, 1 and 4 are all.
           Masses are whole numbers of 2**-40 of the best token's: their sums do not depend on the order of additions.
 Bytes     2 V (bfloat16) a row for the draw; with top_k or min_p twice, with top_p alone three times that, from L2.
 Bound     V = 152k: 0.3 MB a row, 0.07 us at 4.26 TB/s.
@@ -21,12 +23,14 @@ some 60 passes. A row whose logits hold NaN, or no finite maximum, gets token -1
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenspeed.kernels.slot_ops import SlotSampling
+from tokenspeed.kernels.slot_ops import PickedRows, SlotSampling
 from tokenspeed.kernels.triton.launch import QuickLaunch, ceil_div, power_of_2
 
 CHUNK = 4096
@@ -115,6 +119,14 @@ def _row_seed(row, slots_ptr, positions_ptr, seed_ptr):
 
 
 @triton.jit
+def _allowed(x, words_ptr, token_ids, V: tl.constexpr):
+    """-inf for what bit v % 32 of word v // 32 forbids. NaN stays, wherever it is: such a row has failed."""
+    words = tl.load(words_ptr + token_ids // 32, mask=token_ids < V, other=0)
+    keep = (((words >> (token_ids % 32)) & 1) != 0) | (x != x)
+    return tl.where(keep, x, float("-inf"))
+
+
+@triton.jit
 def _survey_kernel(
     logits_ptr,
     slots_ptr,
@@ -130,13 +142,19 @@ def _survey_kernel(
     maxima_ptr,
     masses_ptr,
     listed_ptr,
+    places_ptr,
+    masks_ptr,
+    copies_ptr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
     BUCKETS: tl.constexpr,
+    MASKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One chunk of a row: its best perturbed logit, or, where the row filters, the largest of every group."""
+    """One chunk of a row: its best perturbed logit, or, where the row filters, the largest of every group.
+
+    MASKED: of row places[row] of the logits, under its mask; the others need a copy of it where it filters."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -145,12 +163,21 @@ def _survey_kernel(
     temperature, _top_p, _min_p, _top_k, filters = _row_parameters(
         row, slots_ptr, temperature_ptr, top_p_ptr, min_p_ptr, top_k_ptr, V
     )
-    base = logits_ptr + row.to(tl.int64) * V
+    source = row.to(tl.int64)
+    words = masks_ptr
+    if MASKED:
+        words += source * ((V + 31) // 32)
+        copy = copies_ptr + source * V
+        source = tl.load(places_ptr + row)
+    base = logits_ptr + source * V
     out = row * tl.num_programs(1) + chunk
     if filters:
         groups = tl.arange(0, GROUPS)
         places = chunk * CHUNK + groups[:, None] * (CHUNK // GROUPS) + tl.arange(0, CHUNK // GROUPS)[None, :]
         group_x = tl.load(base + places, mask=places < V, other=float("-inf")).to(tl.float32)
+        if MASKED:
+            group_x = _allowed(group_x, words, places, V)
+            tl.store(copy + places, group_x, mask=places < V)
         num_nan = tl.sum(tl.sum((group_x != group_x).to(tl.int32), axis=1), axis=0)
         maxima = tl.max(group_x, axis=1)
         tl.store(maxima_ptr + out * GROUPS + groups, maxima)
@@ -162,6 +189,8 @@ def _survey_kernel(
     else:
         cols = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(base + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
+        if MASKED:
+            x = _allowed(x, words, cols, V)
         is_nan = tl.max((x != x).to(tl.int32), axis=0)
         if temperature > 0.0:
             x = _perturbed(x, temperature, _row_seed(row, slots_ptr, positions_ptr, seed_ptr), cols)
@@ -409,7 +438,7 @@ def _best_drawn(
     return best, token_id
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["is_again"])
 def _choose_kernel(
     logits_ptr,
     slots_ptr,
@@ -429,6 +458,8 @@ def _choose_kernel(
     out_ptr,
     token_ids_ptr,
     token_ids_stride,
+    places_ptr,
+    is_again,
     V: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
@@ -441,7 +472,10 @@ def _choose_kernel(
     PDL: tl.constexpr,
 ):
     """One program a row: the best of its chunks and of its list, to `out` and, where it can be read next, to the
-    slot's token ids."""
+    slot's token ids.
+
+    is_again: 1: to place places[row] of `out`, unless that one has failed; 0: to place `row`. Read at run time, so that
+    steps and what is drawn behind them share the kernel that takes longest to compile."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -487,36 +521,17 @@ def _choose_kernel(
             value = tl.where(is_better, drawn, value)
             index = tl.where(is_better, token_id, index)
     failed = (is_nan > 0) | (value == float("-inf")) | (value == float("inf"))
-    tl.store(out_ptr + row, tl.where(failed, -1, index))
+    place = tl.load(places_ptr + row, mask=is_again != 0, other=row)
+    is_usable = tl.load(out_ptr + place, mask=is_again != 0, other=0) >= 0
+    tl.store(out_ptr + place, tl.where(failed, -1, index), mask=is_usable)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     position = tl.load(positions_ptr + row)
-    tl.store(token_ids_ptr + slot * token_ids_stride + position, tl.where(failed, 0, index).to(tl.int64))
-
-
-@triton.jit
-def _masked_kernel(logits_ptr, rows_ptr, masks_ptr, out_ptr, V: tl.constexpr, CHUNK: tl.constexpr):
-    """One chunk of row rows[i] of the logits, copied to row i, with -inf for what bit v % 32 of word v // 32 forbids.
-    NaN stays, wherever it is: such a row has failed."""
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows_ptr + place)
-    cols = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    inside = cols < V
-    x = tl.load(logits_ptr + row * V + cols, mask=inside, other=0.0).to(tl.float32)
-    words = tl.load(masks_ptr + place * ((V + 31) // 32) + cols // 32, mask=inside, other=0)
-    keep = (((words >> (cols % 32)) & 1) != 0) | (x != x)
-    tl.store(out_ptr + place * V + cols, tl.where(keep, x, float("-inf")), mask=inside)
+    token_id = tl.where(failed, 0, index).to(tl.int64)
+    tl.store(token_ids_ptr + slot * token_ids_stride + position, token_id, mask=is_usable)
 
 
 _survey, _weigh, _gather = QuickLaunch(_survey_kernel), QuickLaunch(_weigh_kernel), QuickLaunch(_gather_kernel)
-_choose, _masked = QuickLaunch(_choose_kernel), QuickLaunch(_masked_kernel)
-
-
-def masked_rows(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """See `slot_ops.MaskedRows`."""
-    vocab = logits.shape[1]
-    out = logits.new_empty(len(rows), vocab)
-    _masked[(len(rows), ceil_div(vocab, CHUNK))](logits, rows, masks, out, V=vocab, CHUNK=CHUNK, num_warps=8)
-    return out
+_choose = QuickLaunch(_choose_kernel)
 
 
 def sample_rows(
@@ -532,40 +547,105 @@ def sample_rows(
     Args:
         pdl: programmatic dependent launch (compute capability 9.0 and later).
     """
-    num_rows, vocab = logits.shape
-    num_chunks = ceil_div(vocab, CHUNK)
-    num_groups = num_chunks * (CHUNK // GROUP)
-
-    def room(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
-
-    values, indices = room(num_chunks), room(num_chunks, dtype=torch.int32)
-    peaks, maxima, floor = room(num_chunks), room(num_groups), room()
-    masses, need = room(BUCKETS, dtype=torch.int64), room(dtype=torch.int64)
-    listed, listed_x, listed_ids = room(dtype=torch.int32), room(LISTED), room(LISTED, dtype=torch.int32)
-    out = room(dtype=torch.int32)
-    filters = (sampling.temperature, sampling.top_p, sampling.min_p, sampling.top_k)
-    seeds, places = sampling.seed, (slots, positions)
-    shares = (num_rows, min(num_chunks, max(1, PROGRAMS // num_rows)))
-    blocks = {"NUM_CHUNKS": num_chunks, "BLOCK_CHUNKS": power_of_2(num_chunks), "NUM_GROUPS": num_groups}
-    launch = {"V": vocab, "PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
-    _survey[(num_rows, num_chunks)](
-        logits, *places, *filters, seeds, values, indices, peaks, maxima, masses, listed,
-        CHUNK=CHUNK, GROUPS=CHUNK // GROUP, BUCKETS=BUCKETS, maxnreg=80, **launch,
-    )  # fmt: skip
-    _weigh[shares](
-        logits, slots, *filters, peaks, maxima, masses, floor,
-        PIECE=PIECE, BLOCK_GROUPS=power_of_2(num_groups), BUCKETS=BUCKETS, PER_T=BUCKETS_PER_T, SCALE=MASS,
-        **blocks, **launch,
-    )  # fmt: skip
-    _gather[shares](
-        logits, *places, *filters, seeds, peaks, masses, floor, values, indices, listed, need, listed_x, listed_ids,
-        PIECE=PIECE, BUCKETS=BUCKETS, PER_T=BUCKETS_PER_T, LISTED=LISTED, maxnreg=128,
-        **blocks, **launch,
-    )  # fmt: skip
-    _choose[(num_rows,)](
-        logits, *places, *filters, seeds, peaks, values, indices, listed, need, listed_x, listed_ids,
-        out, token_ids, token_ids.stride(0),
-        LISTED=LISTED, SCALE=MASS, SHIFT=LOW_BITS[logits.dtype], BLOCK=1024, BLOCK_ROW=8192, **blocks, **launch,
-    )  # fmt: skip
+    out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    launches = _Launches(logits, slots, positions, sampling, pdl)
+    launches.survey(logits)
+    launches.narrow(logits)
+    launches.choose(logits, out, token_ids)
     return out
+
+
+def redraw_rows(
+    logits: torch.Tensor,
+    rows: PickedRows,
+    masks: torch.Tensor | None,
+    sampling: SlotSampling,
+    token_ids: torch.Tensor,
+    drawn: torch.Tensor,
+    filters: bool,
+    pdl: bool = True,
+) -> None:
+    """See `slot_ops.RedrawRows`. `pdl` as above."""
+    launches = _Launches(logits, rows.slots, rows.positions, sampling, pdl)
+    if masks is None:
+        launches.survey(logits)
+    else:
+        # Where no row filters nobody reads a copy, and none is written.
+        copies = logits.new_empty(len(rows.slots), logits.shape[1]) if filters else logits
+        launches.survey_masked(logits, rows.places, masks, copies)
+        logits = copies
+    if filters:
+        launches.narrow(logits)
+    launches.choose(logits, drawn, token_ids, rows.places)
+
+
+class _Launches:
+    """The launches that draw a token for each of some rows, and what they leave for one another."""
+
+    def __init__(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, sampling: SlotSampling, pdl: bool
+    ) -> None:
+        num_rows, vocab = len(slots), logits.shape[1]
+        num_chunks = ceil_div(vocab, CHUNK)
+        num_groups = num_chunks * (CHUNK // GROUP)
+
+        def room(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
+
+        self._best = room(num_chunks), room(num_chunks, dtype=torch.int32)
+        self._peaks, self._maxima, self._floor = room(num_chunks), room(num_groups), room()
+        self._masses, self._need = room(BUCKETS, dtype=torch.int64), room(dtype=torch.int64)
+        self._listed = room(dtype=torch.int32)
+        self._lists = room(LISTED), room(LISTED, dtype=torch.int32)
+        self._slots, self._places = slots, (slots, positions)
+        self._filters = (sampling.temperature, sampling.top_p, sampling.min_p, sampling.top_k)
+        self._seeds = sampling.seed
+        self._chunks = (num_rows, num_chunks)
+        self._shares = (num_rows, min(num_chunks, max(1, PROGRAMS // num_rows)))
+        self._pdl = pdl
+        self._groups = {"BLOCK_GROUPS": power_of_2(num_groups)}
+        self._blocks = {"NUM_CHUNKS": num_chunks, "BLOCK_CHUNKS": power_of_2(num_chunks), "NUM_GROUPS": num_groups}
+        self._launch = {"V": vocab, "PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
+
+    def survey(self, logits: torch.Tensor) -> None:
+        """Of the rows of `logits`."""
+        self._look(logits, (None, None, None), MASKED=False, **self._launch)
+
+    def survey_masked(
+        self, logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor, copies: torch.Tensor
+    ) -> None:
+        """Of rows `places` of `logits` under their masks. What is in front in the stream may be the wait for a copy
+        from another one, which no dependent launch can begin before: it is launched as usual."""
+        self._look(logits, (places, masks, copies), MASKED=True, **(self._launch | {"launch_pdl": False}))
+
+    def _look(self, logits: torch.Tensor, masked: tuple[torch.Tensor | None, ...], **options: Any) -> None:
+        _survey[self._chunks](
+            logits, *self._places, *self._filters, self._seeds, *self._best, self._peaks, self._maxima, self._masses,
+            self._listed, *masked, CHUNK=CHUNK, GROUPS=CHUNK // GROUP, BUCKETS=BUCKETS, maxnreg=80, **options,
+        )  # fmt: skip
+
+    def narrow(self, logits: torch.Tensor) -> None:
+        """Down to what may stay, in rows that filter."""
+        _weigh[self._shares](
+            logits, self._slots, *self._filters, self._peaks, self._maxima, self._masses, self._floor,
+            PIECE=PIECE, BUCKETS=BUCKETS, PER_T=BUCKETS_PER_T, SCALE=MASS,
+            **self._groups, **self._blocks, **self._launch,
+        )  # fmt: skip
+        _gather[self._shares](
+            logits, *self._places, *self._filters, self._seeds, self._peaks, self._masses, self._floor, *self._best,
+            self._listed, self._need, *self._lists,
+            PIECE=PIECE, BUCKETS=BUCKETS, PER_T=BUCKETS_PER_T, LISTED=LISTED, maxnreg=128,
+            **self._blocks, **self._launch,
+        )  # fmt: skip
+
+    def choose(
+        self, logits: torch.Tensor, out: torch.Tensor, token_ids: torch.Tensor, places: torch.Tensor | None = None
+    ) -> None:
+        """A token a row, to `out` and to the slots; with `places` as `slot_ops.RedrawRows` has it."""
+        again = (self._places[1], 0) if places is None else (places, 1)
+        _choose[self._chunks[:1]](
+            logits, *self._places, *self._filters, self._seeds, self._peaks, *self._best, self._listed, self._need,
+            *self._lists, out, token_ids, token_ids.stride(0), *again,
+            LISTED=LISTED, SCALE=MASS, SHIFT=LOW_BITS[logits.dtype], BLOCK=1024, BLOCK_ROW=8192,
+            **self._blocks, **self._launch,
+        )  # fmt: skip
