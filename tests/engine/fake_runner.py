@@ -13,7 +13,7 @@ from tokenspeed.config.model import ModelConfig
 from tokenspeed.config.rope import RopeConfig
 from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.protocol.sampling import SamplingParams
-from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprobs
+from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprobs, results_of
 from tokenspeed.text.chat_template import ChatTemplate
 
 VOCAB = 300
@@ -127,7 +127,7 @@ class FakeRunner:
         for admission in plan.admissions:
             self._slots[admission.slot] = admission
             self._tokens[admission.slot] = list(admission.token_ids)
-        return StepResult(plan.step_id, [self._row(row) for row in plan.rows])
+        return StepResult(plan.step_id, results_of(plan.rows, [self._row(row) for row in plan.rows]))
 
     def _row(self, row: Row) -> RowResult:
         tokens, sampling = self._tokens[row.slot], self._slots[row.slot].sampling

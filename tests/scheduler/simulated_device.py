@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tokenspeed.protocol.messages import AddRequest
 from tokenspeed.protocol.sampling import SamplingParams
-from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprobs
+from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprobs, results_of
 
 EOS = 0
 POISON = 999  # a history with this token gives NaN logits
@@ -113,7 +113,7 @@ class SimulatedDevice:
         for number, pages in enumerate(writes):
             for other in range(len(plan.rows)):
                 assert other == number or not pages & (reads[other] | writes[other]), "a row writes to another's page"
-        return StepResult(plan.step_id, [self._sample(row) for row in plan.rows])
+        return StepResult(plan.step_id, results_of(plan.rows, [self._sample(row) for row in plan.rows]))
 
     def _admit(self, admission: Admission) -> None:
         assert 0 <= admission.slot < self.num_slots

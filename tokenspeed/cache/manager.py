@@ -218,6 +218,10 @@ class CacheManager:
         """True when `reserve(table, num_tokens)` would succeed now."""
         return self._pool.can_take(sum(self._missing(table, num_tokens, 0, self._no_pages())), [], 0)
 
+    def has_pages(self, num_pages: int) -> bool:
+        """True when so many pages are free or evictable."""
+        return self._pool.can_take(num_pages, [], 0)
+
     def _missing(self, table: PageTable, num_tokens: int, whole_len: int, shared: Sequence[Sequence[int]]) -> list[int]:
         """Pages that each group lacks beside those held and `shared`."""
         missing = []

@@ -25,6 +25,7 @@ from tokenspeed.protocol.messages import (
     Command,
     EngineStats,
     FinishReason,
+    News,
     Outputs,
     ProfileOptions,
     Reply,
@@ -53,7 +54,7 @@ class SchedulerFace(Protocol):
 
     def plan(self) -> StepPlan | None: ...
 
-    def apply(self, result: StepResult) -> list[SequenceOutput]: ...
+    def apply(self, result: StepResult) -> News: ...
 
     def stats(self) -> EngineStats: ...
 
@@ -259,9 +260,10 @@ class EngineCore:
             logger.exception("command %s failed", command.name)
             return Reply(call_id=command.call_id, ok=False, error=f"{type(error).__name__}: {error}")
 
-    def _send_outputs(self, outputs: list[SequenceOutput]) -> None:
+    def _send_outputs(self, outputs: News) -> None:
         if outputs:
-            self._grammars.note(outputs)
+            if isinstance(outputs, list):  # else nobody has ended
+                self._grammars.note(outputs)
             self._channel.send(Outputs(outputs))
 
     def _send_stats(self, now_s: float) -> EngineStats:

@@ -6,6 +6,7 @@ its n sequences gets any number of `SequenceOutput`s and exactly one with a `fin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -131,10 +132,35 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
     error_code: str | None = None
 
 
+class Continued(msgspec.Struct, frozen=True, gc=False):
+    """News of sequences that have one more token each, and nothing else to tell: as columns, because that is what most
+    steps come to. Reads like a list of `SequenceOutput`.
+
+    Fields:
+        request_ids, indices: whose. token_ids: theirs, one each.
+    """
+
+    request_ids: list[str]
+    indices: list[int]
+    token_ids: list[int]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __iter__(self) -> Iterator[SequenceOutput]:
+        return (
+            SequenceOutput(request_id=request_id, index=index, token_ids=[token_id])
+            for request_id, index, token_id in zip(self.request_ids, self.indices, self.token_ids, strict=True)
+        )
+
+
+News = list[SequenceOutput] | Continued
+
+
 class Outputs(msgspec.Struct, tag="outputs"):
     """All news of one step."""
 
-    sequences: list[SequenceOutput]
+    sequences: News
 
 
 class EngineStats(msgspec.Struct, tag="stats", kw_only=True):

@@ -15,7 +15,9 @@ Positions of one slot, half-open:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import overload
 
 import msgspec
 
@@ -75,8 +77,63 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     draft_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class SteadySet(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """Slots that decode together, step after step: what their steps have in common. Known by its identity.
+
+    Fields:
+        slots: theirs, in the order of the rows.
+        starts: where the rows of the set's first step start.
+        no_pages: `Row.new_pages` of a row that brings none.
+    """
+
+    slots: tuple[int, ...]
+    starts: tuple[int, ...]
+    no_pages: tuple[list[int], ...]
+
+
+class SteadyRows:
+    """The rows of a step in which a `SteadySet` decodes one token further, and nothing else happens: as columns, so
+    that nobody has to touch each of them. Reads like a list of `Row`; they are made when somebody looks.
+
+    Fields:
+        members: whose rows.
+        age: how many steps the set has had before: row i starts at `members.starts[i] + age`. Counts up by one a plan.
+        new_pages: place of a row that brings pages -> its `Row.new_pages`; mostly empty.
+    """
+
+    __slots__ = ("_rows", "age", "members", "new_pages")
+
+    def __init__(self, members: SteadySet, age: int, new_pages: dict[int, tuple[list[int], ...]]) -> None:
+        self.members = members
+        self.age = age
+        self.new_pages = new_pages
+        self._rows: list[Row] | None = None
+
+    def __len__(self) -> int:
+        return len(self.members.slots)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._made())
+
+    @overload
+    def __getitem__(self, place: int) -> Row: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Row]: ...
+    def __getitem__(self, place: int | slice) -> Row | list[Row]:
+        return self._made()[place]
+
+    def _made(self) -> list[Row]:
+        if self._rows is None:
+            members, age = self.members, self.age
+            pages = [self.new_pages.get(place, members.no_pages) for place in range(len(members.slots))]
+            self._rows = [
+                Row(slot, start + age, 1, new_pages, True, True)
+                for slot, start, new_pages in zip(members.slots, members.starts, pages, strict=True)
+            ]
+        return self._rows
+
+
+class StepPlan(msgspec.Struct, frozen=True):
     """One step. The runner applies `admissions`, then runs `rows` (decode rows first), in this order.
 
     Fields:
@@ -88,13 +145,15 @@ class StepPlan:
 
     step_id: int
     admissions: list[Admission]
-    rows: list[Row]
+    rows: list[Row] | SteadyRows
     num_tokens: int
 
     @property
     def num_decodes(self) -> int:
         """How many decode rows there are; as a rule all."""
         rows = self.rows
+        if isinstance(rows, SteadyRows):
+            return len(rows)
         return len(rows) if rows and rows[-1].is_decode else sum(row.is_decode for row in rows)
 
 
@@ -138,9 +197,36 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     error_code: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class SteadyResults(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """What `SteadyRows` produced when there is nothing else to say: one token each. Reads like a list of `RowResult`.
+
+    Fields:
+        members: as in the plan.
+        token_ids: one a row, in the order of the rows.
+    """
+
+    members: SteadySet
+    token_ids: list[int]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __iter__(self) -> Iterator[RowResult]:
+        return (RowResult(slot, [token_id]) for slot, token_id in zip(self.members.slots, self.token_ids, strict=True))
+
+
+def results_of(rows: list[Row] | SteadyRows, results: list[RowResult]) -> list[RowResult] | SteadyResults:
+    """Results of rows, as columns where these say all."""
+    if not isinstance(rows, SteadyRows):
+        return results
+    for got in results:
+        if len(got.token_ids) != 1 or got.logprobs or got.prompt_logprobs or got.error is not None:
+            return results
+    return SteadyResults(rows.members, [got.token_ids[0] for got in results])
+
+
+class StepResult(msgspec.Struct, frozen=True):
     """The outcome of the plan with the same step_id; `rows` matches the plan's rows one to one."""
 
     step_id: int
-    rows: list[RowResult]
+    rows: list[RowResult] | SteadyResults

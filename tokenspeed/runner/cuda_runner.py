@@ -249,7 +249,7 @@ class CudaModelRunner:
         prompts: dict[int, PendingPrompt] = {}
         size = self._graphs.size_for(num_decodes) if self._graphs is not None else None
         if size is None:
-            others = plan.rows
+            others = list(plan.rows)
         else:
             parts.append((decodes, self._replay(decodes, size, staging)))
         if others:

@@ -18,7 +18,7 @@ from tokenspeed.kernels.ops import Ops
 from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.messages import ProfileOptions
 from tokenspeed.protocol.sampling import SamplingParams
-from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprobs
+from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprobs, results_of
 from tokenspeed.runner.constraints import Constraints, Fault
 from tokenspeed.runner.device_state import DeviceState
 from tokenspeed.runner.loaded import LoadedModel
@@ -137,14 +137,15 @@ class ModelRunner:
             self._sampler.admit(admission)
             self._constraints.admit(admission)
             self._prompts.admit(admission)
-        self._state.grow(plan.rows)
+        planned = list(plan.rows)
+        self._state.grow(planned)
 
-        num_decodes = sum(row.is_decode for row in plan.rows)
-        decodes, others = plan.rows[:num_decodes], plan.rows[num_decodes:]
+        num_decodes = sum(row.is_decode for row in planned)
+        decodes, others = planned[:num_decodes], planned[num_decodes:]
         # Where few rows have kernels of their own (which is where steps are recorded), decode rows keep to them
         # whatever else the step holds, so that a sequence's text does not depend on who else is in it.
         if not self._splits_steps:
-            decodes, others = [], plan.rows
+            decodes, others = [], planned
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         logits: list[torch.Tensor] = []
         for first in range(0, len(decodes), self._decode_rows):
@@ -156,7 +157,7 @@ class ModelRunner:
         if others:
             logits.append(self._eager(self._filled_up(others), prompt_logprobs))
         together = logits[0] if len(logits) == 1 else torch.cat(logits)  # a cat of one would copy it
-        return StepResult(plan.step_id, self._sample(plan.rows, together, prompt_logprobs))
+        return StepResult(plan.step_id, results_of(plan.rows, self._sample(planned, together, prompt_logprobs)))
 
     def _eager(self, rows: list[Row], prompt_logprobs: dict[int, list[TokenLogprobs]]) -> torch.Tensor:
         """Forward of any rows; logits of those that sample, in row order. Fills prompt logprobs by slot."""

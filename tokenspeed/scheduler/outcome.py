@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tokenspeed.protocol.messages import FinishReason, Logprobs, SequenceOutput
+from tokenspeed.protocol.messages import AddRequest, FinishReason, Logprobs, SequenceOutput
 from tokenspeed.protocol.step import Row, RowResult, TokenLogprobs
 from tokenspeed.scheduler.request import Sequence
 
@@ -75,6 +75,14 @@ def news(sequence: Sequence, new_ids: list[int], got: RowResult | None) -> Seque
             # Delivered: after a preemption the prompt may come from the prefix cache.
             sequence.sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=None)
     return output
+
+
+def refusals(request: AddRequest, reason: str) -> list[SequenceOutput]:
+    """The terminal outputs of a request that was not taken, one a sequence."""
+    return [
+        SequenceOutput(request_id=request.request_id, index=index, finish_reason="error", error=reason)
+        for index in range(request.sampling.n)
+    ]
 
 
 def on_wire(entries: list[TokenLogprobs]) -> list[Logprobs]:

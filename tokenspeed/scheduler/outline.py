@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tokenspeed.protocol.step import Admission, Row, StepPlan
+from tokenspeed.protocol.step import Admission, Row
 from tokenspeed.scheduler.invariants import Planned
 from tokenspeed.scheduler.request import Sequence
+
+
+def admission_of(sequence: Sequence) -> Admission:
+    """What the runner has to know of a sequence that has just got its slot and first pages."""
+    request = sequence.request
+    return Admission(
+        slot=sequence.slot,
+        request_id=request.request_id,
+        index=sequence.index,
+        token_ids=list(sequence.token_ids),
+        prompt_len=sequence.prompt_len,
+        pages=tuple(list(pages) for pages in sequence.table.pages),
+        sampling=sequence.sampling,
+        banned_token_ids=request.banned_token_ids,
+        grammar=request.grammar,
+    )
 
 
 @dataclass(slots=True)
@@ -41,6 +57,7 @@ class Outline:
         """All rows, decodes first."""
         return self.decodes + self.others
 
-    def finished(self, step_id: int, planned: list[Planned]) -> StepPlan:
-        """The plan of these rows."""
-        return StepPlan(step_id, self.admissions, [row for _, _, row in planned], self._whole_budget - self.budget)
+    @property
+    def num_tokens(self) -> int:
+        """Of the budget, what is spent."""
+        return self._whole_budget - self.budget

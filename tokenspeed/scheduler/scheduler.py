@@ -32,25 +32,20 @@ sequence is in the middle of its tokens; all others decode, so they end, and the
 from __future__ import annotations
 
 import random
-from collections import deque
 
 from tokenspeed.cache.manager import CacheManager
-from tokenspeed.protocol.messages import AddRequest, EngineStats, FinishReason, SequenceOutput
-from tokenspeed.protocol.step import Admission, Row, RowResult, StepPlan, StepResult
+from tokenspeed.protocol.messages import AddRequest, EngineStats, FinishReason, News, SequenceOutput
+from tokenspeed.protocol.step import Row, RowResult, StepPlan, StepResult
 from tokenspeed.scheduler import invariants
 from tokenspeed.scheduler.counters import Counters
 from tokenspeed.scheduler.drafter import Drafter
-from tokenspeed.scheduler.outcome import continued, news, take_tokens
-from tokenspeed.scheduler.outline import Outline
+from tokenspeed.scheduler.in_flight import InFlight
+from tokenspeed.scheduler.outcome import continued, news, refusals, take_tokens
+from tokenspeed.scheduler.outline import Outline, admission_of
 from tokenspeed.scheduler.policy import Policy
 from tokenspeed.scheduler.queue import OrderedQueue
-from tokenspeed.scheduler.request import (
-    NO_SLOT,
-    Request,
-    Sequence,
-    State,
-    why_refused,
-)
+from tokenspeed.scheduler.request import NO_SLOT, Request, Sequence, State, why_refused
+from tokenspeed.scheduler.steady import SteadyDecodes, SteadyStep
 
 
 class Scheduler:
@@ -103,8 +98,9 @@ class Scheduler:
         self._running = OrderedQueue()
         self._num_parked = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._in_flight: deque[tuple[int, list[invariants.Planned]]] = deque()
-        self._next_step_id = 0
+        self._in_flight = InFlight()
+        self._steady: SteadyDecodes | None = None
+        self._all_decode: list[invariants.Planned] | None = None  # the plan before, if it decoded for all who run
         self._num_arrivals = 0
         # Shared by all rows that get no page, so that a steady decode row allocates nothing; the runner only reads it.
         self._no_pages: tuple[list[int], ...] = tuple([] for _ in cache.groups)
@@ -127,10 +123,7 @@ class Scheduler:
         max_len = min(self._max_model_len, self._cache.capacity_tokens)
         reason = why_refused(request, self._max_model_len, self._cache.capacity_tokens)
         if reason is not None:
-            return [
-                SequenceOutput(request_id=request.request_id, index=index, finish_reason="error", error=reason)
-                for index in range(sampling.n)
-            ]
+            return refusals(request, reason)
         shares_privately = sampling.n > 1 and not self._cache.enable_prefix_caching
         private_root = self._cache.open_private_root() if shares_privately else None
         tables = [
@@ -180,6 +173,23 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run now (idle, or everything waits for results in flight)."""
+        return self._plan_steady() or self._plan_all()
+
+    def _plan_steady(self) -> StepPlan | None:
+        """The step after one that decoded for all who run, when it does the same: see `steady`."""
+        if self._all_decode is not None:
+            self._steady, self._all_decode = SteadyDecodes.begin(self._cache, self._all_decode), None
+        if self._steady is None or (self._free_slots and len(self._waiting)):
+            return None
+        rows = self._steady.plan()
+        if rows is None:
+            return None
+        self._counters.step_tokens.append(len(rows))
+        return self._in_flight.send(SteadyStep(self._steady, rows), [], rows, len(rows))
+
+    def _plan_all(self) -> StepPlan | None:
+        """The next step, with a look at every sequence."""
+        self._end_steady()
         outline = Outline(self._budget)
         num_preempted = self._counters.num_preemptions
         for sequence in self._plan_decodes(outline):
@@ -192,11 +202,10 @@ class Scheduler:
         if outline.is_empty:
             return None
         planned = outline.planned()
-        plan = outline.finished(self._next_step_id, planned)
-        self._next_step_id += 1
-        self._in_flight.append((plan.step_id, planned))
-        self._counters.step_tokens.append(plan.num_tokens)
-        return plan
+        if self._drafter is None and len(outline.decodes) == len(self._running) == len(planned):
+            self._all_decode = planned
+        self._counters.step_tokens.append(outline.num_tokens)
+        return self._in_flight.send(planned, outline.admissions, [row for _, _, row in planned], outline.num_tokens)
 
     def _plan_decodes(self, outline: Outline) -> list[Sequence]:
         """Rows for running sequences that need only their newest token; returns those that are behind by more."""
@@ -315,34 +324,26 @@ class Scheduler:
                 self._counters.num_prompt_tokens += sequence.prompt_len
             if request.parked and sequence.num_computed >= self._shared_prompt_len(sequence.prompt_len):
                 self._unpark(request)
-            outline.admissions.append(
-                Admission(
-                    slot=sequence.slot,
-                    request_id=request.request_id,
-                    index=sequence.index,
-                    token_ids=list(tokens),
-                    prompt_len=sequence.prompt_len,
-                    pages=tuple(list(pages) for pages in table.pages),
-                    sampling=sequence.sampling,
-                    banned_token_ids=request.banned_token_ids,
-                    grammar=request.grammar,
-                )
-            )
+            outline.admissions.append(admission_of(sequence))
             self._plan_chunk(outline, sequence)
 
     # -- apply ---------------------------------------------------------------------------------------------------
 
-    def apply(self, result: StepResult) -> list[SequenceOutput]:
+    def apply(self, result: StepResult) -> News:
         """Take in the outcome of the oldest plan in flight.
 
         Raises:
             ValueError: not the oldest plan's result, or rows that do not match it (a bug of the runner).
         """
-        if not self._in_flight or self._in_flight[0][0] != result.step_id:
-            raise ValueError(f"a result of step {result.step_id} came out of order")
-        _, planned = self._in_flight.popleft()
-        if len(planned) != len(result.rows):
-            raise ValueError(f"step {result.step_id} had {len(planned)} rows, its result has {len(result.rows)}")
+        planned = self._in_flight.land(result)
+        if isinstance(planned, SteadyStep):
+            if planned.decodes is self._steady:
+                said = planned.decodes.apply(planned.rows, result)
+                if said is not None:
+                    self._counters.num_generated_tokens += len(said)
+                    return said
+                self._end_steady()
+            planned = planned.planned()
         outputs: list[SequenceOutput] = []
         num_continued = 0
         for (sequence, epoch, row), got in zip(planned, result.rows, strict=True):
@@ -425,7 +426,15 @@ class Scheduler:
                 self._cache.end_private_root(request.private_root)
         return output
 
+    def _end_steady(self) -> None:
+        """From here on every sequence is looked at again."""
+        self._all_decode = None
+        if self._steady is not None:
+            self._steady.settle()
+            self._steady = None
+
     def _leave_slot(self, sequence: Sequence) -> None:
+        self._end_steady()
         self._running.remove(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot = NO_SLOT
@@ -475,6 +484,8 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError unless the invariants of scheduler and cache hold."""
         self._cache.check()
+        if self._steady is not None:
+            self._steady.settle()
         assert self._requests or not self._cache.num_pages_used, "pages are held though no request lives"
         invariants.check(
             invariants.Snapshot(
@@ -484,6 +495,6 @@ class Scheduler:
                 num_parked=self._num_parked,
                 free_slots=self._free_slots,
                 max_num_seqs=self._max_num_seqs,
-                in_flight=[one for _, planned in self._in_flight for one in planned],
+                in_flight=self._in_flight.planned(),
             )
         )
