@@ -298,7 +298,9 @@ def test_many_masks_are_filled_together(monkeypatch: pytest.MonkeyPatch):
     constraints.admit(admission(5, GrammarSpec(kind="regex", text="5", starts_after=(9,), withheld=(EOS,))))
 
     def filled() -> list[set[int]]:
-        words = constraints.fill(slots, slots)
+        out = np.full((len(slots), -(-VOCAB // 32)), 85, dtype=np.int32)
+        words = constraints.fill(slots, slots, out)
+        assert words is out
         bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB]
         return [set(np.flatnonzero(row).tolist()) for row in bits]
 
@@ -320,6 +322,23 @@ def test_many_masks_are_filled_together(monkeypatch: pytest.MonkeyPatch):
     many.slow = set()
     filled()
     assert constraints.rows(slots) == [0, 1, 2, 3, 4, 5, 7]
+
+
+def test_masks_that_are_all_filled_together_need_no_other_memory(monkeypatch: pytest.MonkeyPatch):
+    many = Many(monkeypatch)
+    constraints = Constraints(many, VOCAB)  # type: ignore[arg-type]
+    slots = [0, 1, 2, 4, 6]
+    for slot in slots:
+        constraints.admit(admission(slot, spec(str(slot))))
+    places: list[object] = []
+    fill_all = many.fill_all
+    monkeypatch.setattr(many, "fill_all", lambda matchers, rows: (places.append(rows), fill_all(matchers, rows)))
+    out = np.full((len(slots), -(-VOCAB // 32)), 85, dtype=np.int32)
+    constraints.fill(slots, range(len(slots)), out)
+    assert len(places) == 1 and places[0] is out
+    assert [np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0].tolist() for row in out] == [
+        [slot] for slot in slots
+    ]
 
 
 def test_a_grammar_that_is_slow_now_and_then_is_charged(monkeypatch: pytest.MonkeyPatch):

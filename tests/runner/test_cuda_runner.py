@@ -165,6 +165,24 @@ def test_constrained_rows_follow_and_others_do_not_notice(how: str, graphs: Grap
         assert theirs == [[row.token_ids for row in rows if row.slot == slot] for rows in free]
 
 
+@BOTH_WAYS
+def test_a_grammar_reads_its_token_however_late(graphs: GraphPlan, recording: Recording) -> None:
+    """Slot 1 rests after each of its tokens, for up to four steps. Two later the buffer that its token came in is
+    another step's, whose first token is not what its grammar allows."""
+    made = Plans(NUM_PAGES)
+    spec = GrammarSpec(kind="regex", text="")
+    first = [made.admit(0, [5, 9, 2], GREEDY), replace(made.admit(1, [7, 7, 1, 4], GREEDY), grammar=spec)]
+    first.append(made.admit(2, [3, 8], SamplingParams(temperature=0.0, logit_bias={8: 100.0}, seed=0)))
+    steps = [made.step(first, [made.row(slot, count, samples=True) for slot, count in ((1, 4), (0, 3), (2, 2))])]
+    for rest in (0, 1, 2, 3, 4, 2, 3):
+        steps += [made.step([], [made.decode(2), made.decode(0)]) for _ in range(rest)]
+        steps.append(made.step([], [made.decode(1), made.decode(0)]))
+    results, _ = run(steps, graphs, recording, grammars=InTurn())
+    mine = [row for rows in results for row in rows if row.slot == 1]
+    assert [row.error for row in mine] == [None] * 8
+    assert [row.token_ids[0] % 3 for row in mine] == [place % 3 for place in range(8)]
+
+
 def test_a_grammar_that_gives_up_ends_its_own_row(recording: Recording) -> None:
     made = Plans(NUM_PAGES)
     spec = GrammarSpec(kind="regex", text="1")

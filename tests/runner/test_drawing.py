@@ -94,6 +94,39 @@ def test_capture_does_what_no_warm_up_step_does(recording: Recording) -> None:
         assert float(runner._drawing.sampling.temperature[SLOTS]) == 0, "padding rows are greedy"
 
 
+@BOTH_WAYS
+def test_rows_with_a_grammar_are_drawn_again_at_once(graphs: GraphPlan, recording: Recording) -> None:
+    """From the step's own logits; with the launches that filters need only where one of them filters."""
+    ops, seen = slot_ops(), []
+
+    def noted(logits: torch.Tensor, rows: PickedRows, masks: torch.Tensor | None, *others: Any) -> None:
+        seen.append((rows.places.tolist(), masks is not None, others[-1]))
+        ops.redraw_rows(logits, rows, masks, *others)
+
+    made = Plans(NUM_PAGES)
+    wishes = [
+        GREEDY,
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=0.0, top_k=3, top_p=0.5, seed=0),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=1),
+    ]
+    first = [
+        replace(made.admit(slot, [5, 9, 2], wanted), grammar=GrammarSpec(kind="regex", text="") if slot else None)
+        for slot, wanted in enumerate(wishes)
+    ]
+    steps = [made.step(first, [made.row(slot, 3, samples=True) for slot in range(SLOTS)])]
+    for slots in ((0, 1, 2), (3, 0, 2), (0,)):
+        steps.append(made.step([], [made.decode(slot) for slot in slots]))
+    with opened(graphs, recording, grammars=InTurn(), on_slots=replace(ops, redraw_rows=noted)) as runner:
+        seen.clear()
+        pending = [runner.execute(plan) for plan in steps]
+        rows = [row for one in pending for row in one.result().rows]
+    texts = {slot: [row.token_ids[0] % 3 for row in rows if row.slot == slot] for slot in (1, 2, 3)}
+    assert texts == {1: [0, 1], 2: [0, 1, 2], 3: [0, 1]}
+    assert all(row.error is None for row in rows)
+    assert seen == [([1, 2, 3], True, True), ([1, 2], True, False), ([0, 2], True, True)]
+
+
 @pytest.mark.skipif(not ON_GPU, reason="a processor is never behind itself")
 def test_launching_waits_for_nothing(recording: Recording) -> None:
     """Whatever rows ask for. (Results wait, by design.)"""

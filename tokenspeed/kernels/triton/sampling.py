@@ -614,8 +614,8 @@ class _Launches:
     def survey_masked(
         self, logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor, copies: torch.Tensor
     ) -> None:
-        """Of rows `places` of `logits` under their masks. What is in front in the stream may be the wait for a copy
-        from another one, which no dependent launch can begin before: it is launched as usual."""
+        """Of rows `places` of `logits` under their masks. Not a dependent launch: in front of it the stream waits for
+        another one's copy, and what such a launch may overtake is a kernel."""
         self._look(logits, (places, masks, copies), MASKED=True, **(self._launch | {"launch_pdl": False}))
 
     def _look(self, logits: torch.Tensor, masked: tuple[torch.Tensor | None, ...], **options: Any) -> None:
