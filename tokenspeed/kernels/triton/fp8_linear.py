@@ -33,8 +33,12 @@ from tokenspeed.kernels.triton.small_linear import (
     GemvTile,
     SkinnyTile,
     Workspace,
+    load_x,
     make_workspace,
+    options,
+    output_of,
     skinny_linear,
+    store_row,
 )
 
 E4M3 = torch.float8_e4m3fn
@@ -145,10 +149,7 @@ def _fp8_gemv_kernel(
     squares = tl.zeros((BLOCK_K,), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         inside = start + cols < K
-        x = tl.load(x_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
-        if HAS_NORM:
-            squares += x * x
-            x *= tl.load(norm_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
+        x, squares = load_x(x_ptr, norm_ptr, squares, start, cols, inside, HAS_NORM)
         acc += _sum_16(w_tile, x, scale_ptr, first, start, K, BLOCK_N, BLOCK_K, SCALES, CVT)
         if GATED:
             up_acc += _sum_16(up_tile, x, scale_ptr, num_out + first, start, K, BLOCK_N, BLOCK_K, SCALES, CVT)
@@ -168,15 +169,7 @@ def _fp8_gemv_kernel(
         y *= tl.load(scale_ptr + rows, mask=live, other=0.0)
         if GATED:
             up *= tl.load(scale_ptr + num_out + rows, mask=live, other=0.0)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + rows, mask=live, other=0.0).to(tl.float32)
-        if GATED:
-            up += tl.load(bias_ptr + num_out + rows, mask=live, other=0.0).to(tl.float32)
-    if GATED:
-        y = y * tl.sigmoid(y) * up
-    if HAS_RESIDUAL:
-        y += tl.load(residual_ptr + rows, mask=live, other=0.0).to(tl.float32)
-    tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=live)
+    store_row(y, up, bias_ptr, residual_ptr, y_ptr, rows, num_out, HAS_BIAS, HAS_RESIDUAL, GATED)
 
 
 @triton.jit
@@ -251,8 +244,8 @@ def fused_fp8_linear(
         [M, N], [M, N / 2] when gated; `residual` itself when given.
     """
     num_rows, width = x.shape
-    num_out = weight.shape[0] // (2 if gated else 1)
-    out = x.new_empty(num_rows, num_out) if residual is None else residual
+    out = output_of(x, weight, residual, gated)
+    num_out = out.shape[1]
     if tile is None:
         tile = choose_tile(num_rows, num_out, width, norm is not None or gated)
     if isinstance(tile, SkinnyTile):
@@ -272,15 +265,9 @@ def fused_fp8_linear(
         K=width,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        HAS_BIAS=bias is not None,
-        HAS_NORM=norm is not None,
-        HAS_RESIDUAL=residual is not None,
-        GATED=gated,
         SCALES="row" if scale.dim() == 1 else "block",
         CVT=not triton.knobs.runtime.interpret,
-        PDL=pdl,
-        num_warps=tile.num_warps,
-        launch_pdl=pdl,
+        **options(bias, norm, residual, gated, tile.num_warps, pdl),
     )
     return out
 

@@ -25,6 +25,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tokenspeed.kernels.triton.e4m3 import widen_e4m3
 from tokenspeed.kernels.triton.launch import ceil_div, power_of_2
 from tokenspeed.kernels.triton.moe_align import Grouping
 from tokenspeed.kernels.triton.moe_mxfp4 import Mxfp4Weight, mxfp4_values
@@ -35,40 +36,6 @@ SCALE_BLOCK = tl.constexpr(128)
 """Rows and columns of e4m3 weights that share a scale; columns whose MXFP4 scales lie together."""
 MXFP4_COLUMNS = 64
 """Of a step: a fragment of `moe_mxfp4`."""
-
-
-@triton.jit
-def _widen_e4m3(w, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """By way of float32, because the compiler's own way to bfloat16 runs at an eighth of the rate."""
-    if PTX:
-        wide = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high, a, b, c, d;
-            .reg .b32 ab, cd;
-            .reg .f32 fa, fb, fc, fd;
-            mov.b32 {low, high}, $2;
-            cvt.rn.f16x2.e4m3x2 ab, low;
-            cvt.rn.f16x2.e4m3x2 cd, high;
-            mov.b32 {a, b}, ab;
-            mov.b32 {c, d}, cd;
-            cvt.f32.f16 fa, a;
-            cvt.f32.f16 fb, b;
-            cvt.f32.f16 fc, c;
-            cvt.f32.f16 fd, d;
-            cvt.rn.bf16x2.f32 $0, fb, fa;
-            cvt.rn.bf16x2.f32 $1, fd, fc;
-            }
-            """,
-            "=r,=r,r",
-            [w],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        wide = w.to(DTYPE)
-    return wide
 
 
 @triton.jit
@@ -109,7 +76,7 @@ def _add_product(
         x = _load_x(x_row, cols, K, WHOLE)
         if FORMAT == "fp8_block":
             scale = tl.load(scale_row + start // SCALE_BLOCK * SCALE_STRIDE)
-            acc += tl.dot(_widen_e4m3(w, DTYPE, PTX), x, input_precision=PRECISION) * scale[:, None]
+            acc += tl.dot(widen_e4m3(w, DTYPE, PTX), x, input_precision=PRECISION) * scale[:, None]
         else:
             acc = tl.dot(w, x, acc, input_precision=PRECISION)
     return acc

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenspeed.kernels.triton.e4m3 import widen_e4m3
 from tokenspeed.kernels.triton.launch import QuickLaunch, ceil_div, power_of_2
 from tokenspeed.kernels.triton.prefetch import prefetch_l2
 
@@ -31,6 +32,34 @@ HEAD_ROWS = 32768
 """More outputs than any layer has: a vocabulary."""
 SCALE_BLOCK = tl.constexpr(128)
 """Rows and columns of e4m3 weights that share a scale, where scales are by block."""
+
+
+@triton.jit
+def load_x(x_ptr, norm_ptr, squares, start, cols, inside, HAS_NORM: tl.constexpr):
+    """Columns start + cols of one row of x in float32, times the norm's weights; and the sums of squares it needs."""
+    x = tl.load(x_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        squares += x * x
+        x *= tl.load(norm_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
+    return x, squares
+
+
+@triton.jit
+def store_row(
+    y, up, bias_ptr, residual_ptr, y_ptr, rows, num_out,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Epilogue of outputs [rows] of one row of x; `up`: those of the second half, where GATED."""
+    live = rows < num_out
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + rows, mask=live, other=0.0).to(tl.float32)
+        if GATED:
+            up += tl.load(bias_ptr + num_out + rows, mask=live, other=0.0).to(tl.float32)
+    if GATED:
+        y = y * tl.sigmoid(y) * up
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + rows, mask=live, other=0.0).to(tl.float32)
+    tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -69,10 +98,7 @@ def _gemv_kernel(
     squares = tl.zeros((BLOCK_K,), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         inside = start + cols < K
-        x = tl.load(x_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
-        if HAS_NORM:
-            squares += x * x
-            x *= tl.load(norm_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
+        x, squares = load_x(x_ptr, norm_ptr, squares, start, cols, inside, HAS_NORM)
         acc += w_tile.to(tl.float32) * x[None, :]
         if GATED:
             up_acc += up_tile.to(tl.float32) * x[None, :]
@@ -86,18 +112,10 @@ def _gemv_kernel(
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
         y *= scale
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + rows, mask=live, other=0.0).to(tl.float32)
-    if GATED:
-        up = tl.sum(up_acc, axis=1)
-        if HAS_NORM:
-            up *= scale
-        if HAS_BIAS:
-            up += tl.load(bias_ptr + num_out + rows, mask=live, other=0.0).to(tl.float32)
-        y = y * tl.sigmoid(y) * up
-    if HAS_RESIDUAL:
-        y += tl.load(residual_ptr + rows, mask=live, other=0.0).to(tl.float32)
-    tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=live)
+    up = tl.sum(up_acc, axis=1)
+    if HAS_NORM:
+        up *= scale
+    store_row(y, up, bias_ptr, residual_ptr, y_ptr, rows, num_out, HAS_BIAS, HAS_RESIDUAL, GATED)
 
 
 @triton.jit
@@ -125,39 +143,6 @@ def _store_rows(
     if HAS_RESIDUAL:
         acc += tl.load(residual_ptr + where, mask=live, other=0.0).to(tl.float32)
     tl.store(y_ptr + where, acc.to(y_ptr.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def _to_kind_of_x(w, x, CVT: tl.constexpr):
-    """Weights in the dtype of x. CVT: e4m3 to bfloat16 by way of float32, because the compiler's own way, float16 to
-    bfloat16, runs at an eighth of the rate."""
-    if CVT:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high, a, b, c, d;
-            .reg .b32 ab, cd;
-            .reg .f32 fa, fb, fc, fd;
-            mov.b32 {low, high}, $2;
-            cvt.rn.f16x2.e4m3x2 ab, low;
-            cvt.rn.f16x2.e4m3x2 cd, high;
-            mov.b32 {a, b}, ab;
-            mov.b32 {c, d}, cd;
-            cvt.f32.f16 fa, a;
-            cvt.f32.f16 fb, b;
-            cvt.f32.f16 fc, c;
-            cvt.f32.f16 fd, d;
-            cvt.rn.bf16x2.f32 $0, fb, fa;
-            cvt.rn.bf16x2.f32 $1, fd, fc;
-            }
-            """,
-            "=r,=r,r",
-            [w],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-    return w.to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["M"])  # any M up to BLOCK_M runs the same code
@@ -227,11 +212,11 @@ def _skinny_kernel(
         if SCALES == "block":
             # Blocks of SCALE_BLOCK rows and columns; a tile lies in one block.
             scale_row = scale_ptr + tile * BLOCK_N // SCALE_BLOCK * (K // SCALE_BLOCK) + start // SCALE_BLOCK
-            acc += tl.dot(_to_kind_of_x(w, x, CVT), x) * tl.load(scale_row)
+            acc += tl.dot(widen_e4m3(w, x.dtype, CVT), x) * tl.load(scale_row)
         else:
-            acc = tl.dot(_to_kind_of_x(w, x, CVT), x, acc)
+            acc = tl.dot(widen_e4m3(w, x.dtype, CVT), x, acc)
         if GATED:
-            w_up = _to_kind_of_x(tl.load(up_row + start + cols[None, :]), x, CVT)
+            w_up = widen_e4m3(tl.load(up_row + start + cols[None, :]), x.dtype, CVT)
             if SCALES == "block":
                 up += tl.dot(w_up, x) * tl.load(scale_row + num_out // SCALE_BLOCK * (K // SCALE_BLOCK))
             else:
@@ -294,6 +279,27 @@ class Workspace:
     counters: torch.Tensor
 
 
+def output_of(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool) -> torch.Tensor:
+    """Where the result goes: the residual itself, or a new [M, N], gated [M, N / 2]."""
+    return x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1)) if residual is None else residual
+
+
+def options(
+    bias: torch.Tensor | None, norm: torch.Tensor | None, residual: torch.Tensor | None, gated: bool, num_warps: int,
+    pdl: bool,
+) -> dict[str, bool | int]:  # fmt: skip
+    """What all kernels of linears are launched with."""
+    return {
+        "HAS_BIAS": bias is not None,
+        "HAS_NORM": norm is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "GATED": gated,
+        "PDL": pdl,
+        "num_warps": num_warps,
+        "launch_pdl": pdl,
+    }
+
+
 def fused_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -317,8 +323,8 @@ def fused_linear(
         [M, N], [M, N / 2] when gated; `residual` itself when given.
     """
     num_rows, width = x.shape
-    num_out = weight.shape[0] // (2 if gated else 1)
-    out = x.new_empty(num_rows, num_out) if residual is None else residual
+    out = output_of(x, weight, residual, gated)
+    num_out = out.shape[1]
     if tile is None:
         tile = choose_tile(num_rows, num_out, width, norm is not None or gated)
     if isinstance(tile, SkinnyTile):
@@ -336,13 +342,7 @@ def fused_linear(
         K=width,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        HAS_BIAS=bias is not None,
-        HAS_NORM=norm is not None,
-        HAS_RESIDUAL=residual is not None,
-        GATED=gated,
-        PDL=pdl,
-        num_warps=tile.num_warps,
-        launch_pdl=pdl,
+        **options(bias, norm, residual, gated, tile.num_warps, pdl),
     )
     return out
 
@@ -385,16 +385,10 @@ def skinny_linear(
         BLOCK_K=tile.block_k,
         SPLIT_K=tile.split_k,
         STAGES=tile.stages,
-        HAS_BIAS=bias is not None,
-        HAS_NORM=norm is not None,
-        HAS_RESIDUAL=residual is not None,
-        GATED=gated,
         SCALES=scales,
         CVT=scales != "none" and x.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret,
         PREFETCH_LINES=tile.prefetch_lines,
-        PDL=pdl,
-        num_warps=tile.num_warps,
-        launch_pdl=pdl,
+        **options(bias, norm, residual, gated, tile.num_warps, pdl),
     )
 
 
