@@ -25,7 +25,7 @@ from tokenspeed.models.interface import LoadRule, Model
 from tokenspeed.models.registry import build_model, examples
 from tokenspeed.moe.select import moe_need, select_moe
 from tokenspeed.protocol.sampling import SamplingParams
-from tokenspeed.protocol.step import Admission, Row, StepPlan
+from tokenspeed.protocol.step import Admission, Row, SteadyRows, SteadySet, StepPlan
 from tokenspeed.quantization.select import scheme_for
 from tokenspeed.runner.kv_pool import allocate
 from tokenspeed.runner.loaded import LoadedModel
@@ -277,3 +277,28 @@ def next_sums(prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(sum(tokens) % (VOCAB - 1))
     return tokens[len(prompt) :]
+
+
+def as_columns(plans: list[StepPlan]) -> list[StepPlan]:
+    """The same plans; where one only goes on decoding what the plan before decoded, its rows are columns."""
+    given: list[StepPlan] = []
+    before: list[Row] = []
+    members, age = SteadySet((), (), ()), 0
+    for plan in plans:
+        rows = list(plan.rows)
+        goes_on = not plan.admissions and [(row.slot, row.start - 1) for row in rows] == [
+            (row.slot, row.start) for row in before
+        ]
+        if goes_on and all(row.is_decode for row in rows + before):
+            if age == 0:
+                slots, starts = tuple(row.slot for row in rows), tuple(row.start for row in rows)
+                members = SteadySet(slots, starts, tuple([] for _ in rows[0].new_pages))
+            new_pages = {place: row.new_pages for place, row in enumerate(rows) if any(row.new_pages)}
+            given.append(StepPlan(plan.step_id, [], SteadyRows(members, age, new_pages), plan.num_tokens))
+            assert list(given[-1].rows) == rows
+            age += 1
+        else:
+            given.append(plan)
+            age = 0
+        before = rows
+    return given

@@ -26,16 +26,17 @@ from cuda_support import (
     recording_fixture,  # noqa: F401
     run,
 )
-from runner_support import PAGE_SIZE, Plans, with_windows
+from runner_support import PAGE_SIZE, Plans, as_columns, with_windows
 
 from tokenspeed.attention.paged import PagedAttentionBackend
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.protocol.errors import ConfigError
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
-from tokenspeed.protocol.step import RowResult, StepPlan
+from tokenspeed.protocol.step import RowResult, SteadyResults, SteadyRows, StepPlan
 from tokenspeed.runner.cuda_runner import CudaModelRunner, GraphPlan
 from tokenspeed.runner.decode_graphs import DecodeGraphs
+from tokenspeed.runner.launched_step import LaunchedStep
 from tokenspeed.runner.prefill_graphs import PrefillGraphs
 from tokenspeed.runner.warm_up import warm_up_plans
 
@@ -124,6 +125,59 @@ def test_a_backend_that_cannot_be_recorded(recording: Recording, monkeypatch: py
         "prefill graphs: none, prompts run eagerly (paged attention cannot be recorded)",
     ]
     assert not recording.num_replays
+
+
+def long_decodes(num_groups: int, wishes: SamplingParams = GREEDY) -> list[StepPlan]:
+    """Sets of decodes that go on for a while: two slots, then three, then one again."""
+    made = Plans(NUM_PAGES, num_groups=num_groups)
+    steps: list[StepPlan] = []
+    for decoding, new in (([], [0, 1]), ([0, 1], [2]), ([2], [])):
+        admissions = [made.admit(slot, [5 + slot, 9, 2], wishes if slot == 1 else GREEDY) for slot in new]
+        if new:
+            steps.append(made.step(admissions, [*map(made.decode, decoding), *(made.row(slot, 3) for slot in new)]))
+        steps += [made.step([], [made.decode(slot) for slot in [*decoding, *new]]) for _ in range(11)]
+    return steps
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("sizes", [(), (1, 2, 4), (2,)])
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        GREEDY,
+        SamplingParams(temperature=0.0, logprobs=2, seed=0),
+        SamplingParams(temperature=0.9, top_k=20, frequency_penalty=0.5, seed=3),
+    ],
+    ids=["greedy", "logprobs", "penalties"],
+)
+def test_rows_as_columns_change_nothing(
+    wishes: SamplingParams, sizes: tuple[int, ...], num_groups: int, recording: Recording
+) -> None:
+    config = with_windows() if num_groups > 1 else LLAMA
+    plans = long_decodes(num_groups, wishes)
+    columns = as_columns(plans)
+    assert sum(isinstance(plan.rows, SteadyRows) for plan in columns) == 10 * 3
+    expected, _ = run(plans, GraphPlan(sizes=sizes), recording, config)
+    with opened(GraphPlan(sizes=sizes), recording, config) as runner:
+        results = [pending.result().rows for pending in [runner.execute(plan) for plan in columns]]
+    assert [list(rows) for rows in results] == expected
+    as_rows = [place for place, plan in enumerate(plans) if wishes.logprobs is not None and len(plan.rows) > 1]
+    for place, (plan, rows) in enumerate(zip(columns, results, strict=True)):
+        assert isinstance(rows, SteadyResults) == (isinstance(plan.rows, SteadyRows) and place not in as_rows), place
+
+
+def test_a_steady_row_that_fails_is_told_alone(recording: Recording) -> None:
+    plans = long_decodes(1)[:6]
+    columns = as_columns(plans)
+    with opened(GraphPlan(sizes=(2,)), recording) as runner:
+        for plan in columns[:3]:
+            runner.execute(plan).result()
+        pending = runner.execute(columns[3])
+        assert isinstance(pending, LaunchedStep)
+        pending.wait()
+        pending._parts[0][1].token_ids[1] = -1
+        rows = list(pending.result().rows)
+    assert [(len(row.token_ids), row.error is None) for row in rows] == [(1, True), (0, False)]
 
 
 CONSTRAINED = {

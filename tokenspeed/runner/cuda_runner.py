@@ -23,8 +23,8 @@ from tokenspeed.kernels.slot_ops import SlotOps
 from tokenspeed.kernels.upload import to_device
 from tokenspeed.observability.startup import startup_phase
 from tokenspeed.protocol.messages import ProfileOptions
-from tokenspeed.protocol.step import Row, StepPlan, StepResult
-from tokenspeed.runner.decode_graphs import DecodeGraphs
+from tokenspeed.protocol.step import Row, SteadyRows, SteadySet, StepPlan, StepResult
+from tokenspeed.runner.decode_graphs import DecodeGraphs, SteadyInput
 from tokenspeed.runner.device_state import DeviceState
 from tokenspeed.runner.drawing import Drawing, Landing
 from tokenspeed.runner.interface import Pending
@@ -37,6 +37,7 @@ from tokenspeed.runner.picked_rows import PickedRoom
 from tokenspeed.runner.prefill_graphs import PrefillGraphs
 from tokenspeed.runner.profiler import StepProfiler
 from tokenspeed.runner.prompt_logprobs import PendingPrompt, PromptLogprobs
+from tokenspeed.runner.slot_graphs import SlotGraph
 
 NUM_STAGING = 2  # steps that may be in flight
 
@@ -50,6 +51,22 @@ def _pinned(count: int) -> torch.Tensor:
     return torch.empty(count, dtype=torch.int32, pin_memory=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _Steady:
+    """What the steps of one steady set have in common, as long as they use one staging.
+
+    Fields:
+        host: its input, pinned, and `input` the one who fills it. token_ids: on the device.
+    """
+
+    members: SteadySet
+    decode: SlotGraph
+    host: torch.Tensor
+    input: SteadyInput
+    token_ids: torch.Tensor
+    landing: Landing
+
+
 @dataclass(slots=True)
 class _Staging:
     """Pinned buffers of one step: asking the driver for pinned memory each time costs more than filling it.
@@ -61,6 +78,7 @@ class _Staging:
         step: that step, whose result must be taken before another has them.
         num_sampled: how much of `sampled` it has taken.
         decode_inputs: `rows` as each graph takes it, on both sides.
+        steady: of the steady set that had the buffers last.
     """
 
     rows: torch.Tensor
@@ -71,6 +89,7 @@ class _Staging:
     step: LaunchedStep | None = None
     num_sampled: int = 0
     decode_inputs: dict[torch.Size, tuple[torch.Tensor, NDArray[np.int32]]] = field(default_factory=dict)
+    steady: _Steady | None = None
 
     def begin(self) -> None:
         """Another step takes the buffers; waits if need be."""
@@ -243,13 +262,17 @@ class CudaModelRunner:
             self._state.admit(admission)
             self._drawing.admit(admission)
             self._prompts.admit(admission)
-        num_decodes = plan.num_decodes
-        decodes, others = plan.rows[:num_decodes], plan.rows[num_decodes:]
-        parts: list[tuple[list[Row], Sampled]] = []
+        parts: list[tuple[list[Row] | SteadyRows, Sampled]] = []
         prompts: dict[int, PendingPrompt] = {}
+        decodes, others = plan.rows, []
+        num_decodes = plan.num_decodes
+        if num_decodes < len(decodes):
+            decodes, others = decodes[:num_decodes], decodes[num_decodes:]
         size = self._graphs.size_for(num_decodes) if self._graphs is not None else None
         if size is None:
             others = list(plan.rows)
+        elif isinstance(decodes, SteadyRows):
+            parts.append((decodes, self._replay_steady(decodes, size, staging)))
         else:
             parts.append((decodes, self._replay(decodes, size, staging)))
         if others:
@@ -275,6 +298,23 @@ class CudaModelRunner:
         decode.graph.replay()
         token_ids, landing = decode.token_ids[: len(rows)], staging.land(len(rows))
         return self._drawing.finish(rows, slots, token_ids, decode.logits, landing)
+
+    def _replay_steady(self, rows: SteadyRows, size: int, staging: _Staging) -> Sampled:
+        """As `_replay`, with what the set's steps have in common made once."""
+        steady = staging.steady
+        if steady is None or steady.members is not rows.members:
+            steady = staging.steady = self._begin_steady(rows, size, staging)
+        steady.input.fill(rows)
+        steady.decode.rows.copy_(steady.host, non_blocking=True)
+        steady.decode.graph.replay()
+        return self._drawing.finish(rows, rows.members.slots, steady.token_ids, steady.decode.logits, steady.landing)
+
+    def _begin_steady(self, rows: SteadyRows, size: int, staging: _Staging) -> _Steady:
+        assert self._graphs is not None
+        decode, members = self._graphs.graph(size), rows.members
+        host, numbers = staging.decode_input(decode.rows.shape)
+        given = self._graphs.steady_input(numbers, members)
+        return _Steady(members, decode, host, given, decode.token_ids[: len(rows)], staging.land(len(rows)))
 
     def _prefill_size(self, rows: list[Row]) -> int | None:
         """The recorded token count that serves rows without a decode graph; None: they run eagerly."""

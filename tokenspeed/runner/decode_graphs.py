@@ -15,10 +15,41 @@ import torch
 from numpy.typing import NDArray
 
 from tokenspeed.kernels.slot_ops import RecordedInputs
-from tokenspeed.protocol.step import Row
+from tokenspeed.protocol.step import Row, SteadyRows, SteadySet
+from tokenspeed.runner.device_state import DeviceState
 from tokenspeed.runner.slot_graphs import SlotGraphs, input_buffers
 
 NO_PAGE = -1
+
+
+class SteadyInput:
+    """A graph's input for steps of one steady set; who has it writes only what changes, and nobody else writes there
+    meanwhile.
+
+    Args:
+        host: [2 + G, size] int32.
+    """
+
+    def __init__(self, host: NDArray[np.int32], members: SteadySet, scratch_slot: int, state: DeviceState) -> None:
+        count = len(members.slots)
+        host[0, :count] = members.slots
+        host[0, count:] = scratch_slot
+        host[1, count:] = 0
+        host[2:] = NO_PAGE
+        self._state = state
+        self._first_starts = np.array(members.starts, dtype=np.int32)
+        self._starts, self._pages = host[1, :count], host[2:]
+        self._has_pages = False
+
+    def fill(self, rows: SteadyRows) -> None:
+        """For these rows of the set."""
+        np.add(self._first_starts, rows.age, out=self._starts)
+        if self._has_pages:
+            self._pages.fill(NO_PAGE)
+        self._has_pages = bool(rows.new_pages)
+        for place, new_pages in rows.new_pages.items():
+            self._pages[:, place] = [pages[0] if pages else NO_PAGE for pages in new_pages]
+            self._state.note_pages(rows.members.slots[place], new_pages)
 
 
 class DecodeGraphs(SlotGraphs):
@@ -54,7 +85,11 @@ class DecodeGraphs(SlotGraphs):
         for index in self._state.bringing(rows):
             row = rows[index]
             host[2:, index] = [pages[0] if pages else NO_PAGE for pages in row.new_pages]
-            self._state.note_pages(row)
+            self._state.note_pages(row.slot, row.new_pages)
+
+    def steady_input(self, host: NDArray[np.int32], members: SteadySet) -> SteadyInput:
+        """Write what the steps of a steady set have in common into a graph's input, [2 + G, size] int32 on the host."""
+        return SteadyInput(host, members, self.scratch_slot, self._state)
 
     def _padding_rows(self, size: int) -> torch.Tensor:
         num_groups = self._state.page_tables.shape[0]

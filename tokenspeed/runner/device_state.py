@@ -66,10 +66,10 @@ class DeviceState:
         nothing: tuple[list[int], ...] = ([],) * len(self._num_pages)
         return [index for index, row in enumerate(rows) if row.new_pages != nothing]
 
-    def note_pages(self, row: Row) -> None:
-        """The pages that the row brings are appended by somebody else."""
-        for group, pages in enumerate(row.new_pages):
-            self._num_pages[group][row.slot] += len(pages)
+    def note_pages(self, slot: int, new_pages: tuple[list[int], ...]) -> None:
+        """The pages that a row of the slot brings are appended by somebody else."""
+        for group, pages in enumerate(new_pages):
+            self._num_pages[group][slot] += len(pages)
 
     def _append_pages(self, group: int, slot: int, pages: list[int]) -> None:
         start = self._num_pages[group][slot]

@@ -18,7 +18,7 @@ from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.kernels.slot_ops import PickedRows, SlotOps, SlotSampling
 from tokenspeed.kernels.upload import to_device
 from tokenspeed.protocol.sampling import SamplingParams
-from tokenspeed.protocol.step import Admission, Row
+from tokenspeed.protocol.step import Admission, Row, SteadyRows
 from tokenspeed.runner.constraints import Constraints
 from tokenspeed.runner.device_state import DeviceState
 from tokenspeed.runner.grammar_rows import GrammarRows
@@ -86,7 +86,7 @@ class Drawing:
 
     def finish(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[Row] | SteadyRows,
         slots: Sequence[int],
         token_ids: torch.Tensor,
         logits: torch.Tensor,

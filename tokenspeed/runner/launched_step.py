@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tokenspeed.protocol.step import Row, RowResult, StepPlan, StepResult, TokenLogprobs
+from tokenspeed.protocol.step import Row, RowResult, SteadyResults, SteadyRows, StepPlan, StepResult, TokenLogprobs
 from tokenspeed.runner.constraints import Fault
 from tokenspeed.runner.prompt_logprobs import PendingPrompt
 from tokenspeed.sampling.logprobs import PendingLogprobs
@@ -48,6 +48,11 @@ class Sampled:
             self._tokens = self.token_ids.tolist()
         return self._tokens
 
+    @property
+    def is_plain(self) -> bool:
+        """True when each row has its token and there is nothing else to tell. As `tokens`."""
+        return not (self.logprob_rows or self.errors) and min(self.tokens(), default=0) >= 0
+
 
 class LaunchedStep:
     """A step on the device. Satisfies `runner.interface.Pending`.
@@ -63,7 +68,7 @@ class LaunchedStep:
         self,
         plan: StepPlan,
         done: torch.cuda.Event,
-        parts: list[tuple[list[Row], Sampled]],
+        parts: list[tuple[list[Row] | SteadyRows, Sampled]],
         prompts: dict[int, PendingPrompt],
         side: torch.cuda.Stream,
     ) -> None:
@@ -87,23 +92,34 @@ class LaunchedStep:
         return self._result
 
     def _collect(self) -> StepResult:
+        plan = self._plan
+        if isinstance(plan.rows, SteadyRows) and len(self._parts) == 1 and not self._prompts:
+            sampled = self._parts[0][1]
+            if sampled.is_plain:
+                return StepResult(plan.step_id, SteadyResults(plan.rows.members, sampled.tokens()))
+        return StepResult(plan.step_id, self._row_results())
+
+    def _row_results(self) -> list[RowResult]:
+        """One by one."""
         prompts: dict[int, list[TokenLogprobs]] = {}
         if self._prompts:
             with torch.inference_mode(), torch.cuda.stream(self._side):
                 prompts = {slot: pending.finish() for slot, pending in self._prompts.items()}
-        plan, results = self._plan, [one for part in self._parts for one in self._rows(*part, prompts)]
-        if len(results) < len(plan.rows):  # rows that sample nothing are in no part
+        results = [one for part in self._parts for one in self._rows(*part, prompts)]
+        if len(results) < len(self._plan.rows):  # rows that sample nothing are in no part
             found = {one.slot: one for one in results}
             results = [
                 found.get(row.slot) or RowResult(row.slot, [], prompt_logprobs=prompts.get(row.slot, []))
-                for row in plan.rows
+                for row in self._plan.rows
             ]
-        return StepResult(plan.step_id, results)
+        return results
 
-    def _rows(self, rows: list[Row], sampled: Sampled, prompts: dict[int, list[TokenLogprobs]]) -> list[RowResult]:
+    def _rows(
+        self, rows: list[Row] | SteadyRows, sampled: Sampled, prompts: dict[int, list[TokenLogprobs]]
+    ) -> list[RowResult]:
         """Results of one group of rows."""
         token_ids = sampled.tokens()
-        if not (sampled.logprob_rows or sampled.errors or prompts) and min(token_ids, default=0) >= 0:
+        if sampled.is_plain and not prompts:
             return [RowResult(row.slot, [token_id]) for row, token_id in zip(rows, token_ids, strict=True)]
         logprobs = self._logprobs(sampled)
         results = []
