@@ -213,26 +213,18 @@ def _store(
 
 
 @gluon.jit
-def _tile(
-    x_ptr, inverse_ptr, w_ptr, scale_ptr, reference_ptr, bias_ptr, pairs_ptr, route_ptr, y_ptr, expert, first, end,
-    first_row,
+def _sources(
+    x_ptr, w_ptr, scale_ptr, pairs_ptr, expert, first, end, first_row,
     N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, IS_UP: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, H_SCALE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
+    IS_UP: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N weight rows times the pairs at places `first` to `end`, of which there are M at most."""
+    """Where a thread's copies of the first step come from, weights, scales and x, and the masks of `_fill`."""
     SIXTEENS: gl.constexpr = BLOCK_N // 16
     STEPS: gl.constexpr = (K + 63) // 64
     NUM_WORDS: gl.constexpr = (K + 127) // 128
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
-    a_code: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
-    a_half: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     w_copy: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [WARPS, 1], [1, 0])
     x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     s_copy: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
-    flat2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    flat1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-
     w_rows = gl.arange(0, SIXTEENS, gl.SliceLayout(1, w_copy))
     w_byte = gl.arange(0, 512, gl.SliceLayout(0, w_copy))
     # Rows past the last one: the last sixteen once more, and the last four scales.
@@ -254,7 +246,30 @@ def _tile(
     # In eight columns; the mask of a step is what is left after those before.
     x_left = (K // 8 - x_cols // 8)[None, :] + (x_rows * 0)[:, None]
     x_live = x_is_live[:, None] & (x_cols >= 0)[None, :]
+    return w_at, s_at, x_at, w_left, x_left, x_live
 
+
+@gluon.jit
+def _tile(
+    x_ptr, inverse_ptr, w_ptr, scale_ptr, reference_ptr, bias_ptr, pairs_ptr, route_ptr, y_ptr, expert, first, end,
+    first_row,
+    N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, IS_UP: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, H_SCALE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """BLOCK_N weight rows times the pairs at places `first` to `end`, of which there are M at most."""
+    SIXTEENS: gl.constexpr = BLOCK_N // 16
+    STEPS: gl.constexpr = (K + 63) // 64
+    NUM_WORDS: gl.constexpr = (K + 127) // 128
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
+    a_code: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
+    a_half: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    flat2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    flat1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    w_at, s_at, x_at, w_left, x_left, x_live = _sources(
+        x_ptr, w_ptr, scale_ptr, pairs_ptr, expert, first, end, first_row, N, K, TOP_K, M, BLOCK_N, IS_UP, WARPS
+    )
     w_s = gl.allocate_shared_memory(gl.int8, [STAGES, SIXTEENS, 512], flat2)
     s_s = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat1)
     x_s = gl.allocate_shared_memory(gl.float16, [STAGES, M, 64], gl.NVMMASharedLayout(128, 16, 2))

@@ -244,39 +244,76 @@ def route(
     )
     if num_tokens == 0:
         return x, routing
-    of_all = rule.scoring == "softmax_topk" and not rule.renormalize
-    block_e = power_of_2(num_experts)
     if tile is None:
         tile = choose_tile(num_tokens, num_experts, width)
     if isinstance(tile, FusedTile):
-        y = x if norm is None else torch.empty_like(x)
-        _fused_kernel[(num_tokens, ceil_div(num_experts, tile.experts))](
-            x,
-            norm,
-            weight,
-            bias,
-            y,
-            x.new_empty(num_tokens, num_experts, dtype=torch.float32),
-            counters,
-            routing.expert_ids,
-            routing.weights,
-            eps,
-            H=width,
-            E=num_experts,
-            TOP_K=rule.top_k,
-            OWN_E=tile.experts,
-            BLOCK_H=power_of_2(width),
-            BLOCK_E=block_e,
-            OF_ALL=of_all,
-            HAS_NORM=norm is not None,
-            HAS_BIAS=bias is not None,
-            PDL=pdl,
-            num_warps=tile.num_warps,
-            launch_pdl=pdl,
-        )
-        return y, routing
+        return _route_at_once(x, weight, bias, rule, counters, norm, eps, tile, routing, pdl), routing
     if norm is not None:
         x = rms_norm(x, norm, eps, pdl=pdl)
+    _route_in_two(x, weight, bias, rule, tile, routing, pdl)
+    return x, routing
+
+
+def _is_of_all(rule: RouterRule) -> bool:
+    """Weights sum to one over all experts, not over the chosen."""
+    return rule.scoring == "softmax_topk" and not rule.renormalize
+
+
+def _route_at_once(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rule: RouterRule,
+    counters: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    tile: FusedTile,
+    routing: Routing,
+    pdl: bool,
+) -> torch.Tensor:
+    """One launch; fills `routing` and returns x, normed where there is a norm."""
+    num_tokens, width = x.shape
+    num_experts = weight.shape[0]
+    y = x if norm is None else torch.empty_like(x)
+    _fused_kernel[(num_tokens, ceil_div(num_experts, tile.experts))](
+        x,
+        norm,
+        weight,
+        bias,
+        y,
+        x.new_empty(num_tokens, num_experts, dtype=torch.float32),
+        counters,
+        routing.expert_ids,
+        routing.weights,
+        eps,
+        H=width,
+        E=num_experts,
+        TOP_K=rule.top_k,
+        OWN_E=tile.experts,
+        BLOCK_H=power_of_2(width),
+        BLOCK_E=power_of_2(num_experts),
+        OF_ALL=_is_of_all(rule),
+        HAS_NORM=norm is not None,
+        HAS_BIAS=bias is not None,
+        PDL=pdl,
+        num_warps=tile.num_warps,
+        launch_pdl=pdl,
+    )
+    return y
+
+
+def _route_in_two(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rule: RouterRule,
+    tile: SplitTile,
+    routing: Routing,
+    pdl: bool,
+) -> None:
+    """Two launches; fills `routing`."""
+    num_tokens, width = x.shape
+    num_experts = weight.shape[0]
     parts = x.new_empty(tile.split, num_tokens, num_experts, dtype=torch.float32)
     _scores_kernel[(ceil_div(num_tokens, tile.tokens), ceil_div(num_experts, tile.experts), tile.split)](
         x,
@@ -303,14 +340,13 @@ def route(
         E=num_experts,
         TOP_K=rule.top_k,
         SPLIT=tile.split,
-        BLOCK_E=block_e,
-        OF_ALL=of_all,
+        BLOCK_E=power_of_2(num_experts),
+        OF_ALL=_is_of_all(rule),
         HAS_BIAS=bias is not None,
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,
     )
-    return x, routing
 
 
 def choose_tile(num_tokens: int, num_experts: int, width: int) -> FusedTile | SplitTile:
