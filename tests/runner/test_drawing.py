@@ -24,6 +24,7 @@ from cuda_support import (
     slot_ops,
 )
 from runner_support import Plans
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenspeed.kernels.slot_ops import PickedRows
 from tokenspeed.protocol.grammar import GrammarSpec
@@ -31,6 +32,7 @@ from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import StepResult
 from tokenspeed.runner.cuda_runner import GraphPlan
 from tokenspeed.runner.interface import Pending
+from tokenspeed.runner.launched_step import Sampled
 
 
 def decoded(graphs: GraphPlan, recording: Recording, wanted: SamplingParams, banned: tuple[int, ...] = ()) -> list[int]:
@@ -125,6 +127,48 @@ def test_rows_with_a_grammar_are_drawn_again_at_once(graphs: GraphPlan, recordin
     assert texts == {1: [0, 1], 2: [0, 1, 2], 3: [0, 1]}
     assert all(row.error is None for row in rows)
     assert seen == [([1, 2, 3], True, True), ([1, 2], True, False), ([0, 2], True, True)]
+
+
+class Operations(TorchDispatchMode):
+    """Notes what torch computes or copies, by name."""
+
+    VIEWS = ("slice", "view", "select", "alias", "detach")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in self.VIEWS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_behind_a_replay_a_grammar_costs_an_upload_and_a_drawing(recording: Recording) -> None:
+    """What there was besides: three more uploads, a copy of the logits, four operations around the drawing, and a
+    download for the grammar."""
+    watched, drawn = Operations(), []
+    ops = replace(slot_ops(), redraw_rows=lambda *_: drawn.append(list(watched.names)))
+    made = Plans(NUM_PAGES)
+    first = [made.admit(0, [5, 9, 2], GREEDY)]
+    first.append(replace(made.admit(1, [7, 7], GREEDY), grammar=GrammarSpec(kind="regex", text="")))
+    plan = made.step(first, [made.row(0, 3, samples=True), made.row(1, 2, samples=True)])
+    with (
+        opened(GraphPlan(), recording, grammars=InTurn(), on_slots=ops) as runner,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        drawn.clear()
+        finish = runner._drawing.finish
+
+        def noted(*args: Any) -> Sampled:
+            with watched:
+                return finish(*args)
+
+        patch.setattr(runner._drawing, "finish", noted)
+        runner.execute(plan).result()
+    assert drawn == [["copy_"]], "rows and masks"
+    assert watched.names == ["copy_", "copy_"], "the step's tokens to the host"
 
 
 @pytest.mark.skipif(not ON_GPU, reason="a processor is never behind itself")

@@ -23,6 +23,10 @@ PADDING = 4 * (ALIGNED - 1)
 """Numbers that the four columns of a group of rows lose at most."""
 
 
+_Sides = tuple[NDArray[np.int32], torch.Tensor, torch.Tensor]
+"""One piece of the host's memory, for numpy and as a tensor, and its like on the device."""
+
+
 class PickedGroup:
     """Some rows, filled in and sent once.
 
@@ -32,12 +36,12 @@ class PickedGroup:
         masks: to be filled in, [n, num_words] int32, page-locked.
     """
 
-    def __init__(self, host: torch.Tensor, device: torch.Tensor, num_rows: int, num_words: int, copy: SideCopy) -> None:
-        self._host, self._device, self._copy = host, device, copy
+    def __init__(self, sides: _Sides, num_rows: int, num_words: int, copy: SideCopy) -> None:
+        numbers, self._host, self._device = sides
+        self._copy = copy
         self._num_rows, self._num_words = num_rows, num_words
         long = aligned(2 * num_rows)
         self._columns = (0, long, 2 * long, 2 * long + aligned(num_rows))
-        numbers = host.numpy()
         positions, places, slots, masks = self._columns
         self._positions = numbers[positions : positions + 2 * num_rows].view(np.int64)
         self._places = numbers[places : places + 2 * num_rows].view(np.int64)
@@ -75,6 +79,7 @@ class PickedRoom:
         self._num_words = -(-vocab_size // 32)
         size = num_rows * (ROW + PADDING + self._num_words)
         self._host = staging_buffer(4 * size, device).view(torch.int32)
+        self._numbers: NDArray[np.int32] = self._host.numpy()
         self._device = self._host if device.type == "cpu" else torch.empty(size, dtype=torch.int32, device=device)
         self._copy = SideCopy(device)
         self._used = 0
@@ -89,7 +94,8 @@ class PickedRoom:
         begin = self._used
         end = begin + 2 * aligned(2 * num_rows) + aligned(num_rows) + num_rows * num_words
         self._used = aligned(end)
-        return PickedGroup(self._host[begin:end], self._device[begin:end], num_rows, num_words, self._copy)
+        sides = self._numbers[begin:end], self._host[begin:end], self._device[begin:end]
+        return PickedGroup(sides, num_rows, num_words, self._copy)
 
 
 def aligned(count: int) -> int:
