@@ -8,7 +8,8 @@ from kernel_device import DEVICE, KIND, ON_GPU
 
 from tokenspeed.kernels.triton import fp8_linear
 from tokenspeed.kernels.triton.fp8_linear import dequantize_blocks, fused_fp8_linear, quantize_rows
-from tokenspeed.kernels.triton.small_linear import GemvTile, SkinnyTile, Workspace, make_workspace
+from tokenspeed.kernels.triton.gpu import Workspace
+from tokenspeed.kernels.triton.small_linear import GemvTile, SkinnyTile, make_workspace
 
 E4M3 = torch.float8_e4m3fn
 TILES = [

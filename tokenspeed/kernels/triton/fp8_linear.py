@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed.kernels.registry import Implementation, Need
 from tokenspeed.kernels.triton import small_linear
+from tokenspeed.kernels.triton.gpu import Workspace, has_pdl, why_no_triton
 from tokenspeed.kernels.triton.launch import ceil_div, power_of_2
 from tokenspeed.kernels.triton.pointwise import rms_norm, silu_and_mul
 from tokenspeed.kernels.triton.small_linear import (
@@ -32,7 +33,6 @@ from tokenspeed.kernels.triton.small_linear import (
     SCALE_BLOCK,
     GemvTile,
     SkinnyTile,
-    Workspace,
     load_x,
     make_workspace,
     options,
@@ -337,8 +337,9 @@ class TritonFp8Linear:
 
 
 def _why_not(need: Need) -> str | None:
-    if need.device.type != "cuda":
-        return f"Triton kernels run on a GPU, the device is {need.device.type}"
+    reason = why_no_triton(need)
+    if reason is not None:
+        return reason
     if need.dtype != torch.bfloat16:
         return f"the fp8 matmul gives bfloat16, the dtype is {str(need.dtype).removeprefix('torch.')}"
     if torch.cuda.get_device_capability(need.device) < (8, 9):
@@ -347,7 +348,7 @@ def _why_not(need: Need) -> str | None:
 
 
 def _make(need: Need) -> TritonFp8Linear:
-    return TritonFp8Linear(need.device, pdl=torch.cuda.get_device_capability(need.device) >= (9, 0))
+    return TritonFp8Linear(need.device, pdl=has_pdl(need.device))
 
 
 IMPLEMENTATIONS = (Implementation(op="fp8_linear", name="triton", rank=50, why_not=_why_not, make=_make),)

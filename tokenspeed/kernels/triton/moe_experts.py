@@ -13,7 +13,8 @@ import torch
 import triton
 
 from tokenspeed.kernels.registry import Implementation, Need
-from tokenspeed.kernels.triton.moe_gemv import DenseExperts, Workspace, gemv_down, gemv_gate_up, make_workspace
+from tokenspeed.kernels.triton.gpu import Workspace, has_pdl, why_no_triton
+from tokenspeed.kernels.triton.moe_gemv import DenseExperts, gemv_down, gemv_gate_up, make_workspace
 from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix, expert_matrix
 from tokenspeed.kernels.triton.moe_mxfp4 import BLOCK, pack_mxfp4
 from tokenspeed.kernels.triton.moe_mxfp4_fp16 import why_no_fp16
@@ -169,10 +170,9 @@ class TritonExpertKernels:
 
 
 def _why_not(need: Need) -> str | None:
-    if need.device.type != "cuda":
-        return f"Triton kernels run on a GPU, the device is {need.device.type}"
-    if torch.cuda.get_device_capability(need.device) < (8, 0):
-        return "the GPU is older than compute capability 8.0"
+    reason = why_no_triton(need)
+    if reason is not None:
+        return reason
     if need.dtype not in (*HALF, torch.float32):
         return f"they take bfloat16, float16 and float32, the dtype is {need.dtype}"
     return None
@@ -181,10 +181,9 @@ def _why_not(need: Need) -> str | None:
 def _make(need: Need) -> TritonExpertKernels:
     properties = torch.cuda.get_device_properties(need.device)
     shared_bytes = triton.runtime.driver.active.utils.get_device_properties(need.device.index or 0)["max_shared_mem"]
-    is_cuda, capability = torch.version.hip is None, torch.cuda.get_device_capability(need.device)
     return TritonExpertKernels(
-        need.device, is_cuda and capability >= (9, 0), load_table(properties.name), shared_bytes, properties.name,
-        why_no_mma(capability, is_cuda),
+        need.device, has_pdl(need.device), load_table(properties.name), shared_bytes, properties.name,
+        why_no_mma(torch.cuda.get_device_capability(need.device), torch.version.hip is None),
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenspeed.kernels.triton.gpu import Workspace, new_workspace
 from tokenspeed.kernels.triton.launch import ceil_div, power_of_2
 from tokenspeed.moe.interface import Activation
 
@@ -51,19 +52,9 @@ class Tile:
     split: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Scratch of `gemv_down`, shared by every call on one stream: float32 partials, and int32 counters that are zero
-    between calls."""
-
-    partials: torch.Tensor
-    counters: torch.Tensor
-
-
 def make_workspace(device: torch.device) -> Workspace:
-    return Workspace(
-        torch.empty(1 << 20, dtype=torch.float32, device=device), torch.zeros(4096, dtype=torch.int32, device=device)
-    )
+    """Of `gemv_down`."""
+    return new_workspace(device, 1 << 20, 4096)
 
 
 @triton.jit

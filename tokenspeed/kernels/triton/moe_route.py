@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed.kernels.registry import Implementation, Need
+from tokenspeed.kernels.triton.gpu import has_pdl, why_no_triton
 from tokenspeed.kernels.triton.launch import ceil_div, power_of_2
 from tokenspeed.kernels.triton.pointwise import rms_norm
 from tokenspeed.kernels.triton.small_linear import MAX_ROWS
@@ -387,18 +388,8 @@ class TritonRoute:
         return route(x, weight, bias, rule, self._counters, norm, eps, pdl=self._pdl)
 
 
-def _why_not(need: Need) -> str | None:
-    if need.device.type != "cuda":
-        return f"Triton kernels run on a GPU, the device is {need.device.type}"
-    if torch.cuda.get_device_capability(need.device) < (8, 0):
-        return "the GPU is older than compute capability 8.0"
-    return None
-
-
 def _make(need: Need) -> TritonRoute:
-    # Programmatic dependent launch came with Hopper.
-    has_pdl = torch.version.hip is None and torch.cuda.get_device_capability(need.device) >= (9, 0)
-    return TritonRoute(need.device, has_pdl)
+    return TritonRoute(need.device, has_pdl(need.device))
 
 
-IMPLEMENTATIONS = (Implementation("route", "triton", 50, _why_not, _make),)
+IMPLEMENTATIONS = (Implementation("route", "triton", 50, why_no_triton, _make),)

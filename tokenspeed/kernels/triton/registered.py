@@ -18,6 +18,7 @@ from tokenspeed.kernels.triton.decode_attention import (
     decode_attention,
     decode_workspace,
 )
+from tokenspeed.kernels.triton.gpu import has_pdl, why_no_triton
 from tokenspeed.kernels.triton.launch import launch_notes
 from tokenspeed.kernels.triton.pointwise import qkv_rope_cache, rms_norm, silu_and_mul
 from tokenspeed.kernels.triton.prefill_attention import prefill_attention
@@ -28,19 +29,6 @@ from tokenspeed.kernels.triton.whole_prompts import are_whole_prompts, attend_wh
 
 TILES_GPU = "NVIDIA H200"
 """As torch names it: where `decode_attention.TILES`, `small_linear.choose_tile` and `is_for_cublas` were measured."""
-
-
-def _why_not(need: Need) -> str | None:
-    if need.device.type != "cuda":
-        return f"Triton kernels run on a GPU, the device is {need.device.type}"
-    if torch.cuda.get_device_capability(need.device) < (8, 0):
-        return "the GPU is older than compute capability 8.0"
-    return None
-
-
-def has_pdl(device: torch.device) -> bool:
-    """Programmatic dependent launch came with Hopper."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _has_pdl(need: Need) -> bool:
@@ -173,37 +161,6 @@ class PagedAttention:
         )
 
 
-class _RopeCache:
-    def __init__(self, pdl: bool) -> None:
-        self._pdl = pdl
-
-    def __call__(
-        self,
-        qkv: torch.Tensor,
-        positions: torch.Tensor,
-        cos_sin: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        slots: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-    ) -> torch.Tensor:
-        return qkv_rope_cache(
-            qkv, positions, cos_sin, keys, values, slots, q_norm, k_norm, eps, k_scale, v_scale, self._pdl
-        )
-
-
-class _SiluAndMul:
-    def __init__(self, pdl: bool) -> None:
-        self._pdl = pdl
-
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(gate_up, self._pdl)
-
-
 class _Linear:
     """`kernels.ops.Linear`: cuBLAS, and for few rows of 16 bits our own kernels, where they are quicker."""
 
@@ -231,7 +188,9 @@ def _notes(need: Need) -> list[str]:
     return launch_notes() if name == TILES_GPU else [*launch_notes(), tiles]
 
 
-def _entry(op: str, make: Callable[[Need], Any], why_not: Callable[[Need], str | None] = _why_not) -> Implementation:
+def _entry(
+    op: str, make: Callable[[Need], Any], why_not: Callable[[Need], str | None] = why_no_triton
+) -> Implementation:
     notes = nothing_to_say if op in SLOT_OPS else _notes  # the model's ops have said it
     return Implementation(op=op, name="triton", rank=50, why_not=why_not, make=make, notes=notes)
 
@@ -239,16 +198,16 @@ def _entry(op: str, make: Callable[[Need], Any], why_not: Callable[[Need], str |
 def _why_not_half(need: Need) -> str | None:
     if need.dtype not in (torch.bfloat16, torch.float16):
         return f"the fused kernels take 16-bit weights, the dtype is {need.dtype}"
-    return _why_not(need)
+    return why_no_triton(need)
 
 
 IMPLEMENTATIONS = (
     _entry("embedding", lambda need: _embedding),
     _entry("rms_norm", lambda need: _Norms(_has_pdl(need)).rms_norm),
     _entry("add_rms_norm", lambda need: _Norms(_has_pdl(need)).add_rms_norm),
-    _entry("qkv_rope_cache", lambda need: _RopeCache(_has_pdl(need))),
+    _entry("qkv_rope_cache", lambda need: partial(qkv_rope_cache, pdl=_has_pdl(need))),
     _entry("paged_attention", lambda need: PagedAttention(need.device, _has_pdl(need))),
-    _entry("silu_and_mul", lambda need: _SiluAndMul(_has_pdl(need))),
+    _entry("silu_and_mul", lambda need: partial(silu_and_mul, pdl=_has_pdl(need))),
     _entry("linear", _make_linear),
     _entry("fused_linear", lambda need: TritonLinear(need.device, _has_pdl(need)), _why_not_half),
     _entry("recorder", lambda need: CudaGraphRecorder(need.device)),

@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed.kernels.triton.e4m3 import widen_e4m3
+from tokenspeed.kernels.triton.gpu import Workspace, new_workspace
 from tokenspeed.kernels.triton.launch import QuickLaunch, ceil_div, power_of_2
 from tokenspeed.kernels.triton.prefetch import prefetch_l2
 
@@ -270,15 +271,6 @@ class SkinnyTile:
     prefetch_lines: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Scratch of split-K, shared by every call on one stream: float32 partials, and int32 counters that are zero
-    between calls."""
-
-    partials: torch.Tensor
-    counters: torch.Tensor
-
-
 def output_of(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool) -> torch.Tensor:
     """Where the result goes: the residual itself, or a new [M, N], gated [M, N / 2]."""
     return x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1)) if residual is None else residual
@@ -445,7 +437,4 @@ def _gemv_tile(num_out: int, width: int) -> GemvTile:
 
 def make_workspace(device: torch.device) -> Workspace:
     """Enough for every tile of `choose_tile`: where it splits K there are at most 256 programs of 64 outputs."""
-    return Workspace(
-        torch.empty(256 * 64 * MAX_ROWS, dtype=torch.float32, device=device),
-        torch.zeros(256, dtype=torch.int32, device=device),
-    )
+    return new_workspace(device, 256 * 64 * MAX_ROWS, 256)
