@@ -26,6 +26,8 @@ from tokenspeed.bench.kernel_attention import paged_attention_cases, qkv_rope_ca
 from tokenspeed.bench.kernel_sampling import SAMPLING, sampling_cases
 from tokenspeed.bench.kernel_setting import EPS, Call, Case, NotTimed, Setting
 
+CasesOf = Callable[[Setting, int, bool], Iterator[Case]]
+"""Of an operation: setting, rows, whether they are decode rows."""
 FP8_BLOCK = 128
 BLOCKS = {"Q4_0": (2, 16), "Q4_1": (4, 16), "Q8_0": (2, 32)}
 """GGUF types that are timed: bytes of scales and of codes in a block of 32 weights."""
@@ -53,27 +55,22 @@ def _embedding(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
     yield Case("embedding", f"[{vocab}, {hidden}]", rows, num_bytes, 0, make)
 
 
-def _rms_norm(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
-    hidden = at.config.hidden_size
-    num_bytes = (2 * rows + 1) * hidden * at.element_bytes
+def _norm(op_name: str, num_inputs: int) -> CasesOf:
+    """A norm of one tensor, or of the sum of two; it writes as many as it reads."""
 
-    def make(op: Any) -> list[Call]:
-        return [partial(op, at.random(rows, hidden), at.random(hidden), EPS) for _ in at.copies(num_bytes)]
+    def found(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
+        hidden = at.config.hidden_size
+        num_bytes = (2 * num_inputs * rows + 1) * hidden * at.element_bytes
 
-    yield Case("rms_norm", f"{hidden}", rows, num_bytes, 0, make)
+        def make(op: Any) -> list[Call]:
+            return [
+                partial(op, *(at.random(rows, hidden) for _ in range(num_inputs)), at.random(hidden), EPS)
+                for _ in at.copies(num_bytes)
+            ]
 
+        yield Case(op_name, f"{hidden}", rows, num_bytes, 0, make)
 
-def _add_rms_norm(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
-    hidden = at.config.hidden_size
-    num_bytes = (4 * rows + 1) * hidden * at.element_bytes
-
-    def make(op: Any) -> list[Call]:
-        return [
-            partial(op, at.random(rows, hidden), at.random(rows, hidden), at.random(hidden), EPS)
-            for _ in at.copies(num_bytes)
-        ]
-
-    yield Case("add_rms_norm", f"{hidden}", rows, num_bytes, 0, make)
+    return found
 
 
 def _silu_and_mul(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
@@ -232,10 +229,10 @@ def _route(at: Setting, rows: int, is_decode: bool) -> Iterator[Case]:
     yield Case("route", shape, rows, num_bytes, 2 * rows * hidden * num_experts, make)
 
 
-_CASES: dict[str, Callable[[Setting, int, bool], Iterator[Case]]] = {
+_CASES: dict[str, CasesOf] = {
     "embedding": _embedding,
-    "rms_norm": _rms_norm,
-    "add_rms_norm": _add_rms_norm,
+    "rms_norm": _norm("rms_norm", 1),
+    "add_rms_norm": _norm("add_rms_norm", 2),
     "silu_and_mul": _silu_and_mul,
     "qkv_rope_cache": qkv_rope_cache_cases,
     "paged_attention": paged_attention_cases,

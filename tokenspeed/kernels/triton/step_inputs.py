@@ -83,6 +83,12 @@ def _decode_inputs_kernel(
     _copy_pages(pages, out, start + 1 - window, start + 1, PAGE_SIZE, BLOCK)
 
 
+def _strides(tables: SlotTables, out: RecordedInputs) -> tuple[int, ...]:
+    """Of a slot's tokens; of a slot's pages and a group's; of a row's pages in the step and a group's."""
+    slots, step = tables.page_tables, out.page_tables
+    return tables.token_ids.stride(0), slots.stride(1), slots.stride(0), step.stride(1), step.stride(0)
+
+
 def decode_inputs(rows: torch.Tensor, tables: SlotTables, out: RecordedInputs) -> None:
     """See `slot_ops.DecodeInputs`."""
     num_rows = rows.shape[1]
@@ -98,11 +104,7 @@ def decode_inputs(rows: torch.Tensor, tables: SlotTables, out: RecordedInputs) -
         out.flat_slots,
         out.page_tables,
         num_rows,
-        tables.token_ids.stride(0),
-        tables.page_tables.stride(1),
-        tables.page_tables.stride(0),
-        out.page_tables.stride(1),
-        out.page_tables.stride(0),
+        *_strides(tables, out),
         PAGE_SIZE=tables.page_size,
         BLOCK=128,
         num_warps=1,
@@ -258,11 +260,7 @@ def prefill_inputs(rows: torch.Tensor, tables: SlotTables, scratch_slot: int, ou
         num_requests,
         num_tokens,
         scratch_slot,
-        tables.token_ids.stride(0),
-        tables.page_tables.stride(1),
-        tables.page_tables.stride(0),
-        out.page_tables.stride(1),
-        out.page_tables.stride(0),
+        *_strides(tables, out),
         PAGE_SIZE=tables.page_size,
         BLOCK=block,
         BLOCK_R=power_of_2(num_requests),
