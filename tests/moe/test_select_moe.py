@@ -18,6 +18,10 @@ from tokenspeed.protocol.errors import ConfigError
 
 OPS, _ = select_ops(Need(torch.device("cpu"), torch.float32))
 NEED = moe_need(EXAMPLE, SINGLE, "mxfp4", OPS)
+CONTRACT = {
+    *("auto", "triton", "gluon", "marlin", "flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_cutedsl"),
+    *("deep_gemm", "mega_moe"),
+}
 
 
 def test_need_says_what_the_config_says() -> None:
@@ -66,9 +70,33 @@ def test_names_of_the_contract_are_known(name: str) -> None:
         select_moe(NEED, name, OPS)
 
 
-def test_gluon_petit_is_for_one_gpu_and_few_tokens() -> None:
-    with pytest.raises(ConfigError, match=r"gfx950.*1024 tokens.*use one of: auto, torch$"):
-        moe_choices.check("gluon_petit", "cpu", True)
+def test_every_name_of_the_contract_has_an_answer() -> None:
+    assert {"auto", *moe_choices.GPU_BACKENDS, *moe_choices.WITHOUT_IMPLEMENTATION} >= CONTRACT
+    assert not {backend.name for backend in BACKENDS} & moe_choices.WITHOUT_IMPLEMENTATION.keys()
+
+
+@pytest.mark.parametrize(("device", "where", "ours"), [("cpu", "a CPU", "torch"), ("cuda", "a GPU", "triton")])
+def test_each_name_says_why_not_and_what_would_run(device, where: str, ours: str) -> None:
+    wrong = {**moe_choices.WITHOUT_IMPLEMENTATION, "tritn": "there is no backend of this name (did you mean triton?)"}
+    for choice, reason in wrong.items():
+        with pytest.raises(ConfigError) as refused:
+            moe_choices.check(choice, device, True)
+        assert str(refused.value) == (
+            f"--moe-backend {choice} cannot run on {where}: {reason}; use one of: auto, {ours}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("gluon", "AMD gfx950"), ("gluon_petit", "AMD gfx950"), ("gluon_petit", "1024 tokens a GPU"),
+        ("marlin", "no biases"), ("flashinfer_trtllm", "Blackwell"), ("flashinfer_cutedsl", "Blackwell"),
+        ("flashinfer_cutlass", "no adapter"), ("deep_gemm", "no adapter"), ("mega_moe", "DeepSeek V4"),
+    ],
+)  # fmt: skip
+def test_reasons_are_those_of_the_contract(name: str, part: str) -> None:
+    """Of its sections 1.5, 4.2 and 9, and of the issue."""
+    assert part in moe_choices.WITHOUT_IMPLEMENTATION[name]
 
 
 def test_the_flag_names_every_backend() -> None:
