@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import stat
 import threading
+import time
 
 import msgspec
 import pytest
@@ -17,6 +19,7 @@ from tokenspeed.protocol.messages import (
     AbortRequest,
     AddRequest,
     Command,
+    Continued,
     EngineStats,
     Fatal,
     Logprobs,
@@ -66,6 +69,7 @@ FROM_ENGINE = [
             SequenceOutput(request_id="b", finish_reason="error", error="NaN", prompt_logprobs=[]),
         ]
     ),
+    Outputs(Continued(["a", "b"], [0, 3], [5, 6])),
     STATS,
     Reply(call_id=3, ok=True, stats=STATS),
     Reply(call_id=4, ok=False, error="no"),
@@ -102,6 +106,37 @@ def test_every_message_arrives_as_it_was(ends) -> None:
     for message in FROM_ENGINE:
         engine.send(message)
     assert collect(client.receive, len(FROM_ENGINE)) == FROM_ENGINE
+
+
+def test_an_end_that_only_looks_misses_nothing(ends) -> None:
+    """The engine's loop never sleeps while it works: it looks, and only asks the socket when something has happened."""
+    client, engine = ends
+    pauses = random.Random(0)
+
+    def send() -> None:
+        for number in range(300):
+            client.send(AbortRequest(str(number)))
+            if pauses.random() < 0.3:
+                time.sleep(pauses.random() / 1000)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    got: list = []
+    until_s = time.monotonic() + 20
+    while len(got) < 300 and time.monotonic() < until_s:
+        got += engine.receive(0)
+    sender.join()
+    assert [message.request_id for message in got] == [str(number) for number in range(300)]
+    assert engine.receive(0) == []
+
+
+def test_news_as_columns_read_like_single_ones() -> None:
+    news = Continued(["a", "b"], [0, 3], [5, 6])
+    assert len(news) == 2
+    assert list(news) == [
+        SequenceOutput(request_id="a", token_ids=[5]),
+        SequenceOutput(request_id="b", index=3, token_ids=[6]),
+    ]
 
 
 def test_every_kind_of_message_is_in_this_test() -> None:

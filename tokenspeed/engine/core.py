@@ -147,6 +147,7 @@ class EngineCore:
         now_s = time.monotonic()
         if now_s - self._stats_sent_s >= STATS_INTERVAL_S:
             self._send_stats(now_s)
+            self._check_parent()
         self._log.note(plan, self._snapshot)
 
     def _take_messages(self, idle: bool) -> None:
@@ -168,8 +169,6 @@ class EngineCore:
                 if self._grammars.is_holding:
                     break
             self._log.resume()
-        elif not idle:
-            self._check_parent()
         for message in messages:
             self._handle(message)
         if self._grammars.is_holding:

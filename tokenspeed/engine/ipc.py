@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import select
 import shutil
 import tempfile
 import threading
@@ -115,8 +116,14 @@ class IpcEngineEnd:
         self._outbox.connect(_address(directory, _FROM_ENGINE))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        # Readable when something has happened to the inbox since it was last found empty. To ask the inbox itself at
+        # every step takes seven times as long when the caches have forgotten ZMQ (90 and 14 us on a 2-core Xeon).
+        self._news = select.poll()
+        self._news.register(int(self._inbox.get(zmq.FD)), select.POLLIN)
 
     def receive(self, timeout_s: float | None) -> list[ToEngine]:
+        if timeout_s == 0 and not self._news.poll(0):
+            return []
         return _drain(self._inbox, self._decoder, timeout_s)
 
     def send(self, message: FromEngine) -> None:
