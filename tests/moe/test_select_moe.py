@@ -60,6 +60,12 @@ def test_no_kernels_for_the_device() -> None:
         ConfigError, match=r"no MoE backend can serve the experts of this model on cpu: .*no expert kernel"
     ):
         select_moe(NEED, "auto", replace(OPS, experts=None))
+    with pytest.raises(
+        ConfigError, match=r"--moe-backend torch: there are no expert kernels for cpu in float32; no backend can serve"
+    ):
+        select_moe(NEED, "torch", replace(OPS, experts=None))
+    with pytest.raises(ConfigError, match=r"--moe-backend marlin: .*no biases.*; no backend can serve .*triton: "):
+        select_moe(NEED, "marlin", replace(OPS, experts=None))
 
 
 @pytest.mark.parametrize("name", moe_choices.WITHOUT_IMPLEMENTATION)

@@ -13,10 +13,9 @@ from tokenspeed.attention.flashinfer import FlashInferBackend
 from tokenspeed.attention.interface import AttentionBackend, AttentionNeed
 from tokenspeed.attention.paged import PagedAttentionBackend
 from tokenspeed.attention.triton import TritonAttentionBackend
-from tokenspeed.config.attention_choices import WITHOUT_IMPLEMENTATION
-from tokenspeed.config.backend_names import AUTO
+from tokenspeed.config.attention_choices import NAMES
+from tokenspeed.config.backend_names import AUTO, grouped
 from tokenspeed.kernels.ops import Ops
-from tokenspeed.protocol.errors import ConfigError
 
 Backend = (
     type[TritonAttentionBackend]
@@ -45,34 +44,14 @@ def select_backend(need: AttentionNeed, choice: str, ops: Ops) -> tuple[Attentio
         ConfigError: the choice is unknown or cannot serve the need (the message names what would), or nothing can.
     """
     reasons = {backend.name: backend.why_not(need) for backend in BACKENDS}
-    usable = [backend for backend in BACKENDS if reasons[backend.name] is None]
+    name = NAMES.select(choice, need.device, reasons)
+    (chosen,) = (backend for backend in BACKENDS if backend.name == name)
     if choice != AUTO:
-        chosen = next((backend for backend in usable if backend.name == choice), None)
-        if chosen is not None:
-            return chosen(ops), [f"attention: {choice} (asked for)" + _noted(chosen)]
-        reason = WITHOUT_IMPLEMENTATION.get(choice) or reasons.get(choice) or "there is no backend of this name"
-        if not usable:
-            raise ConfigError(
-                f"--attention-backend {choice}: {reason}; no backend can serve this model: {_lost(reasons)}"
-            )
-        would = ", ".join([AUTO, *(backend.name for backend in usable)])
-        raise ConfigError(f"--attention-backend {choice} cannot run on {need.device}: {reason}; use one of: {would}")
-    if not usable:
-        raise ConfigError(f"no attention backend can serve this model on {need.device}: {_lost(reasons)}")
-    winner, *others = usable
-    for backend in others:
-        reasons[backend.name] = f"not measured to be faster than {winner.name}"
-    return winner(ops), [f"attention: {winner.name} (not {_lost(reasons)})" + _noted(winner)]
+        return chosen(ops), [f"attention: {name} (asked for)" + _noted(chosen)]
+    others = {other: reason or f"not measured to be faster than {name}" for other, reason in reasons.items()}
+    del others[name]
+    return chosen(ops), [f"attention: {name} (not {grouped(others)})" + _noted(chosen)]
 
 
 def _noted(backend: Backend) -> str:
     return "" if backend.note is None else f"; {backend.note}"
-
-
-def _lost(reasons: dict[str, str | None]) -> str:
-    """Who lost and why, those of one reason together."""
-    names: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        if reason is not None:
-            names.setdefault(reason, []).append(name)
-    return "; ".join(f"{', '.join(group)}: {reason}" for reason, group in names.items())

@@ -30,8 +30,9 @@ WITHOUT_IMPLEMENTATION = {
 """Names of the public contract that have no implementation here: name -> reason."""
 
 NAMES = BackendNames(
-    "--attention-backend", {"cpu": CPU_BACKENDS, "cuda": GPU_BACKENDS}, WITHOUT_IMPLEMENTATION, aliases=(MHA,)
-)
+    "--attention-backend", "attention", "this model", {"cpu": CPU_BACKENDS, "cuda": GPU_BACKENDS},
+    WITHOUT_IMPLEMENTATION, aliases=(MHA,),
+)  # fmt: skip
 
 
 def settle(choice: str, device: Literal["cpu", "cuda"], choices: list[Choice]) -> str:

@@ -22,12 +22,16 @@ class BackendNames:
 
     Fields:
         flag: as it is typed.
+        kind: of backend, in a sentence.
+        served: what a backend serves, likewise.
         of_device: kind of device -> backends for it, our own first: that one needs nothing else to be installed.
         without_implementation: names of the public contract that nothing here stands for -> why.
         aliases: other names of `auto`.
     """
 
     flag: str
+    kind: str
+    served: str
     of_device: Mapping[Literal["cpu", "cuda"], tuple[str, ...]]
     without_implementation: Mapping[str, str]
     aliases: tuple[str, ...] = ()
@@ -55,3 +59,33 @@ class BackendNames:
         raise ConfigError(
             f"{self.flag} {choice} cannot run on {_WHERE[device]}: {reason}; use one of: {AUTO}, {here[0]}"
         )
+
+    def select(self, choice: str, device: str, reasons: Mapping[str, str | None]) -> str:
+        """The backend that a choice comes to, `auto` to the first that can serve.
+
+        Args:
+            reasons: backend -> why it cannot serve the model, or None; in order of preference.
+        Raises:
+            ConfigError: the choice is unknown or cannot serve (the message names what would), or nothing can.
+        """
+        usable = [name for name, reason in reasons.items() if reason is None]
+        if choice in usable:
+            return choice
+        if choice == AUTO:
+            if usable:
+                return usable[0]
+            raise ConfigError(f"no {self.kind} backend can serve {self.served} on {device}: {grouped(reasons)}")
+        reason = self.without_implementation.get(choice) or reasons.get(choice) or "there is no backend of this name"
+        if not usable:
+            raise ConfigError(f"{self.flag} {choice}: {reason}; no backend can serve {self.served}: {grouped(reasons)}")
+        would = ", ".join([AUTO, *usable])
+        raise ConfigError(f"{self.flag} {choice} cannot run on {device}: {reason}; use one of: {would}")
+
+
+def grouped(reasons: Mapping[str, str | None]) -> str:
+    """Who lost and why, those of one reason together."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        if reason is not None:
+            names.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(group)}: {reason}" for reason, group in names.items())

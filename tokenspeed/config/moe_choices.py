@@ -30,7 +30,10 @@ WITHOUT_IMPLEMENTATION = {
 }
 """Names of the public contract that have no implementation here: name -> reason."""
 
-NAMES = BackendNames("--moe-backend", {"cpu": CPU_BACKENDS, "cuda": GPU_BACKENDS}, WITHOUT_IMPLEMENTATION)
+NAMES = BackendNames(
+    "--moe-backend", "MoE", "the experts of this model", {"cpu": CPU_BACKENDS, "cuda": GPU_BACKENDS},
+    WITHOUT_IMPLEMENTATION,
+)  # fmt: skip
 
 
 def check_dtype(dtype: str, has_experts: bool, stored: QuantizationConfig | None, quantize_on_load: str | None) -> None:

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenspeed.config.backend_names import AUTO
+from tokenspeed.config.backend_names import AUTO, grouped
 from tokenspeed.config.model import ModelConfig
-from tokenspeed.config.moe_choices import WITHOUT_IMPLEMENTATION
+from tokenspeed.config.moe_choices import NAMES
 from tokenspeed.distributed.mesh import Mesh
 from tokenspeed.kernels.ops import Ops
 from tokenspeed.moe.interface import Activation, ExpertFormat, MoeBackend, MoeNeed
 from tokenspeed.moe.own import TorchMoeBackend, TritonMoeBackend
-from tokenspeed.protocol.errors import ConfigError
 
 BACKENDS: tuple[type[TritonMoeBackend] | type[TorchMoeBackend], ...] = (TritonMoeBackend, TorchMoeBackend)
 """In order of preference."""
@@ -62,21 +61,11 @@ def select_moe(need: MoeNeed, choice: str, ops: Ops) -> tuple[SelectedMoe, list[
         ConfigError: the choice is unknown or cannot serve the need (the message names what would), or nothing can.
     """
     reasons = {backend.name: backend.why_not(need) or _without_op(need, ops) for backend in BACKENDS}
-    usable = [backend for backend in BACKENDS if reasons[backend.name] is None]
-    lost = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
-    if choice != AUTO:
-        chosen = next((backend for backend in usable if backend.name == choice), None)
-        if chosen is not None:
-            return SelectedMoe(chosen(ops), need), [f"MoE backend: {choice} (asked for), {_described(need)}"]
-        reason = WITHOUT_IMPLEMENTATION.get(choice) or reasons.get(choice) or "there is no backend of this name"
-        if not usable:
-            raise ConfigError(f"--moe-backend {choice}: {reason}; no backend can serve these experts: {lost}")
-        would = ", ".join([AUTO, *(backend.name for backend in usable)])
-        raise ConfigError(f"--moe-backend {choice} cannot run on {need.device}: {reason}; use one of: {would}")
-    if not usable:
-        raise ConfigError(f"no MoE backend can serve the experts of this model on {need.device}: {lost}")
-    winner = usable[0]
-    return SelectedMoe(winner(ops), need), [f"MoE backend: {winner.name}, {_described(need)} (not {lost})"]
+    name = NAMES.select(choice, need.device, reasons)
+    (chosen,) = (backend for backend in BACKENDS if backend.name == name)
+    how = "" if choice == AUTO else " (asked for)"
+    others = "" if choice != AUTO else f" (not {grouped(reasons)})"
+    return SelectedMoe(chosen(ops), need), [f"MoE backend: {name}{how}, {_described(need)}{others}"]
 
 
 def _without_op(need: MoeNeed, ops: Ops) -> str | None:
