@@ -4,8 +4,11 @@
 
 Equal random prompts decode greedily; once every request has begun, the host's time is taken over 40 steps without a
 profiler, then 13 steps are traced (`start_profile`, as on the server), of which ten pairs of replays are looked at.
-Host time is processor time of the engine's thread: the loop (schedule, read results, send), launching, and making the
-result once the device is done; waiting for it is left out. The last line is JSON. Needs a GPU.
+Host time is processor time of the engine's thread: the loop (schedule, read results, encode and send), launching, and
+making the result once the device is done; waiting for it is left out. The engine is measured as it is served: in a
+process of its own (`clocked_engine.py`), the requests and their news on the server's channel. Until 2026-11-30 it ran
+on a thread beside the reader of the news, which shared its interpreter and caches; what was counted is the same.
+The last line is JSON. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -15,27 +18,25 @@ import gzip
 import json
 import random
 import statistics
+import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import clocked_engine
+import msgspec
+from clocked_engine import CLOCKED_STEPS, Clock, clock_file
+
 from tokenspeed.bench.replay_gaps import ReplayGaps, replay_gaps
-from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.config.args import DEFAULT_MODEL, EngineArgs
 from tokenspeed.config.engine import EngineConfig
-from tokenspeed.engine.launch import EngineThread, wait_ready
+from tokenspeed.engine.launch import EngineProcess, describe_exit, wait_ready
 from tokenspeed.engine.llm import configure
-from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.protocol.errors import ConfigError, EngineDead
 from tokenspeed.protocol.messages import AddRequest, Command, Fatal, Outputs, ProfileOptions, Reply
 from tokenspeed.protocol.sampling import SamplingParams
-from tokenspeed.protocol.step import StepPlan, StepResult
-from tokenspeed.runner.build import build_runner
-from tokenspeed.runner.interface import Pending, Runner
-from tokenspeed.runner.launched_step import LaunchedStep
 
-CLOCKED_STEPS = 40
 TRACED_STEPS = 10
 SKIPPED_STEPS = 2
 OUTPUT_LEN = 160
@@ -57,101 +58,30 @@ class Row:
     file: str
 
 
-class ClockedStep:
-    """A step of the GPU runner; notes what making its result took, and what waiting for it did."""
-
-    def __init__(self, step: LaunchedStep, clock: ClockedRunner) -> None:
-        self._step = step
-        self._clock = clock
-
-    def result(self) -> StepResult:
-        began = time.thread_time()
-        self._step.wait()
-        waited = time.thread_time()
-        result = self._step.result()
-        self._clock.results.append(time.thread_time() - waited)
-        self._clock.waited_s += waited - began
-        return result
-
-
-class ClockedRunner:
-    """A runner that takes the processor time of the loop's thread: all of it but waiting, launches and results."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.steps: list[tuple[float, float]] = []  # (seconds between two plans, processor seconds but for waiting)
-        self.launches: list[float] = []
-        self.results: list[float] = []
-        self.waited_s = 0.0
-        self._last_s = self._last_cpu_s = 0.0
-
-    @property
-    def groups(self) -> list[GroupSpec]:
-        return self._runner.groups
-
-    @property
-    def report(self) -> list[str]:
-        return self._runner.report
-
-    @property
-    def grammars(self) -> GrammarCompiler | None:
-        return self._runner.grammars
-
-    def execute(self, plan: StepPlan) -> Pending[StepResult]:
-        now_s, cpu_s = time.perf_counter(), time.thread_time() - self.waited_s
-        self.steps.append((now_s - self._last_s, cpu_s - self._last_cpu_s))
-        self._last_s, self._last_cpu_s = now_s, cpu_s
-        began = time.thread_time()
-        step = self._runner.execute(plan)
-        self.launches.append(time.thread_time() - began)
-        return ClockedStep(step, self) if isinstance(step, LaunchedStep) else step
-
-    def start_profile(self, options: ProfileOptions) -> Pending[str]:
-        return self._runner.start_profile(options)
-
-    def stop_profile(self) -> Pending[str]:
-        return self._runner.stop_profile()
-
-    def capture(self) -> None:
-        self._runner.capture()
-
-    def close(self) -> None:
-        self._runner.close()
-
-
 class Engine:
-    """An engine on a thread, with a clocked runner."""
+    """An engine process with a clocked runner."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.clock: ClockedRunner | None = None
         self._vocab_size = config.model.vocab_size
-        self._engine = EngineThread(config, self._build)
-        self.ready = wait_ready(self._engine)
-
-    def _build(self, config: EngineConfig) -> Runner:
-        self.clock = ClockedRunner(build_runner(config))
-        return self.clock
+        command = (sys.executable, str(Path(clocked_engine.__file__).resolve()))
+        self._engine = EngineProcess(config, "warning", command)
+        wait_ready(self._engine)
 
     def close(self) -> None:
         self._engine.stop()
 
     def measure(self, batch: int, prompt_len: int, folder: str) -> Row:
-        assert self.clock is not None
         channel, rng = self._engine.channel, random.Random(batch)
         sampling = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.0, ignore_eos=True)
         for number in range(batch):
             prompt = [rng.randrange(self._vocab_size) for _ in range(prompt_len)]
             channel.send(AddRequest(request_id=f"{batch}-{number}", prompt_token_ids=prompt, sampling=sampling))
         lengths = dict.fromkeys(range(batch), 0)
-        self._until(lengths, at_least=8)
-        first = len(self.clock.steps)
         self._until(lengths, at_least=8 + CLOCKED_STEPS + 8)
-        steps = self.clock.steps[first : first + CLOCKED_STEPS]
-        launches = self.clock.launches[first : first + CLOCKED_STEPS]
-        results = self.clock.results[first : first + CLOCKED_STEPS]
+        profile_id = f"batch-{batch}"
         options = ProfileOptions(
             output_dir=folder,
-            profile_id=f"batch-{batch}",
+            profile_id=profile_id,
             num_steps=SKIPPED_STEPS + TRACED_STEPS + 1,
             with_stack=False,
         )
@@ -159,12 +89,13 @@ class Engine:
         file = self._until(lengths, at_least=OUTPUT_LEN)
         with gzip.open(file) as trace:
             events: list[dict[str, Any]] = json.load(trace)["traceEvents"]
+        clock = msgspec.json.decode(clock_file(folder, profile_id).read_bytes(), type=Clock)
         return Row(
             batch,
-            1e6 * statistics.median(step for step, _ in steps),
-            1e6 * statistics.median(all_of_it for _, all_of_it in steps),
-            1e6 * statistics.median(launches),
-            1e6 * statistics.median(results),
+            1e6 * statistics.median(clock.steps),
+            1e6 * statistics.median(clock.hosts),
+            1e6 * statistics.median(clock.launches),
+            1e6 * statistics.median(clock.results),
             replay_gaps(events, SKIPPED_STEPS, TRACED_STEPS),
             file,
         )
@@ -173,7 +104,10 @@ class Engine:
         """Take news until every request has so many tokens; what a command answered meanwhile."""
         answer = ""
         while min(lengths.values()) < at_least:
-            for message in self._engine.channel.receive(60):
+            messages = self._engine.channel.receive(60)
+            if not messages and self._engine.exit_code is not None:
+                raise EngineDead(describe_exit(self._engine.exit_code))
+            for message in messages:
                 match message:
                     case Outputs(sequences=outputs):
                         for output in outputs:

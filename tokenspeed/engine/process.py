@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+from collections.abc import Callable
 
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.engine.ipc import IpcEngineEnd
@@ -20,14 +21,19 @@ from tokenspeed.runner.compile_start import start_early
 from tokenspeed.runner.interface import Runner
 
 
-def main() -> int:
-    """Run the engine whose order lies in the directory named by the first argument; returns the exit code."""
+def main(watched: Callable[[Runner], Runner] | None = None) -> int:
+    """Run the engine whose order lies in the directory named by the first argument; returns the exit code.
+
+    Args:
+        watched: puts something between loop and runner, for benchmarks.
+    """
     directory = sys.argv[1]
     order = read_order(directory)
     tie_to_parent(order.parent_pid, directory)
     configure_logging(order.log_level, "engine")
     try:
-        return run_engine(IpcEngineEnd(directory), order.config, _build, order.parent_pid)
+        build = _build if watched is None else lambda config: watched(_build(config))
+        return run_engine(IpcEngineEnd(directory), order.config, build, order.parent_pid)
     finally:
         gc.unfreeze()  # Triton's bindings count what is left at the exit, and complain
 
