@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
@@ -21,7 +18,6 @@ from tokenspeed.config.engine import EngineConfig
 from tokenspeed.runner import build_cuda
 from tokenspeed.runner.cuda_runner import GraphPlan
 from tokenspeed.runner.loaded import LoadedModel
-from tokenspeed.runner.open_gpu import open_gpu
 from tokenspeed.runner.warm_up import checking_plans, warm_up_plans
 
 ALL = warm_up_plans(160, 4096, 8192, 64)
@@ -44,12 +40,9 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         group = GroupSpec("full", "full", 64, 2**20, 500)
         asked: list[GraphPlan] = []
 
-        opening = threading.Thread(target=lambda: time.sleep(0.05))
-        opening.start()
         order: list[str] = []
 
         def measure(_: EngineConfig) -> None:
-            assert not opening.is_alive(), "memory is measured, and somebody still takes some"
             order.append("measured")
 
         def listed(*_: object) -> bool:
@@ -75,7 +68,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         }
         for name, part in parts.items():
             monkeypatch.setattr(build_cuda, name, part)
-        build_cuda.build_cuda_runner(CONFIG, None, opening)
+        build_cuda.build_cuda_runner(CONFIG, None)
         assert order == ["listed"] * takes_orders + ["measured", "loaded"], "the twin takes memory as well"
         assert waited == [is_listed], "only then is the cache marked as complete"
         return len(asked[0].warm_up)
@@ -106,18 +99,3 @@ def test_where_all_kernels_are_loaded_a_few_steps_are_enough(plans: Callable[...
 def test_else_all_are_gone_through(plans: Callable[..., int], state: tuple[bool, bool, bool, int]) -> None:
     """Compiled before: they are on the disk, and nothing has loaded them yet."""
     assert plans(*state) == len(ALL)
-
-
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), AssertionError("Torch not compiled with CUDA enabled")])
-def test_a_gpu_that_does_not_open_is_not_reported_there(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """The engine uses it a moment later, and says what is wrong in words of its own."""
-    asked: list[dict[str, Any]] = []
-
-    def ones(*_: int, **named: Any) -> torch.Tensor:
-        asked.append(named)
-        raise error
-
-    monkeypatch.setattr(torch, "ones", ones)
-    open_gpu(torch.bfloat16).join()
-    assert asked == [{"dtype": torch.bfloat16, "device": "cuda"}]

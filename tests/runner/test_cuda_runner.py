@@ -6,6 +6,7 @@ With a GPU this is the runner as it is; without, `cuda_support` stands for the G
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -323,6 +324,8 @@ def test_recording_without_memory_names_bytes_and_flags(
     warm_up = tuple(random_plans(0)[:1])
     with pytest.raises(ConfigError) as raised, opened(GraphPlan((1, 2), warm_up=warm_up), recording):
         pass
-    for part in ("recording steps", "3.00 GiB needed", "1.00 GiB of 80.00 GiB free", "--max-cudagraph-capture-size"):
+    for part in ("recording steps", "1.00 GiB of 80.00 GiB free", "--max-cudagraph-capture-size"):
         assert part in str(raised.value), str(raised.value)
+    needed = re.search(r"at least (3\.\d\d) GiB needed", str(raised.value))  # what had been recorded is counted in
+    assert needed is not None, str(raised.value)
     assert "--enforce-eager" in str(raised.value)

@@ -261,6 +261,8 @@ class Timer:
             except RuntimeError:
                 torch.cuda.synchronize()  # an implementation that asks the host cannot be captured
                 self._recorder = self._new_recorder()  # the memory pool of the other is spoilt for whoever comes next
+                random = torch.cuda.default_generators[torch.cuda.current_device()]
+                random.graphsafe_set_state(random.clone_state())  # it still counts for the graph that is not to be
             else:
                 return best_s(graph.replay, self._device, self._repeats) / len(calls), "graph"
         return best_s(once, self._device, self._repeats) / len(calls), "eager"

@@ -13,9 +13,8 @@ from tokenspeed.observability.startup import startup_phase
 from tokenspeed.runner.compile_start import Workers
 from tokenspeed.runner.interface import Runner
 from tokenspeed.runner.kv_pool import check_capacity, size_groups
-from tokenspeed.runner.loaded import DTYPES, bind_pool, load
+from tokenspeed.runner.loaded import bind_pool, load
 from tokenspeed.runner.model_runner import Limits, ModelRunner
-from tokenspeed.runner.open_gpu import open_gpu
 
 
 def build_runner(config: EngineConfig, workers: Workers | None = None) -> Runner:
@@ -28,10 +27,9 @@ def build_runner(config: EngineConfig, workers: Workers | None = None) -> Runner
         CheckpointError: weights that do not fit the model.
     """
     if config.device == "cuda":
-        opening = open_gpu(DTYPES[config.dtype])
         from tokenspeed.runner.build_cuda import build_cuda_runner  # needs Triton
 
-        return build_cuda_runner(config, workers, opening)
+        return build_cuda_runner(config, workers)
     return build_cpu_runner(config)
 
 

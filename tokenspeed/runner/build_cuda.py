@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import replace
 from functools import partial
 
@@ -30,14 +29,11 @@ from tokenspeed.runner.warm_up import checking_plans, warm_up_plans
 from tokenspeed.runner.weight_room import WeightRoom
 
 
-def build_cuda_runner(
-    config: EngineConfig, workers: Workers | None = None, opening: threading.Thread | None = None
-) -> CudaModelRunner:
+def build_cuda_runner(config: EngineConfig, workers: Workers | None = None) -> CudaModelRunner:
     """Build, load and size; nothing is recorded yet.
 
     Args:
         workers: to compile kernels, started before; they end here.
-        opening: of the GPU (`open_gpu`), ended before memory is measured.
     Raises:
         ConfigError: a choice that cannot run here, or no room for the weights, a step or one sequence.
         CheckpointError: weights that do not fit the model.
@@ -52,8 +48,6 @@ def build_cuda_runner(
         if job.takes_orders:
             with startup_phase("kernels.list"):
                 is_listed = list_kernels(config, job.order)
-        if opening is not None:
-            opening.join()
         room = WeightRoom(config)
         with startup_phase("weights.target"), errors.during("load", lambda: room.kept):
             loaded = load(config, room)
