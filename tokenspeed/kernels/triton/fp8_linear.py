@@ -278,7 +278,7 @@ def choose_tile(num_rows: int, num_out: int, width: int, needs_whole_k: bool) ->
         if num_out > 4096:
             return GemvTile(8, 1024, 4)
         return GemvTile(8, 2048, 8) if width > 4096 else GemvTile(4, 2048, 4)
-    return small_linear.choose_tile(num_rows, num_out, width, needs_whole_k)
+    return small_linear.choose_tile(num_rows, num_out, width, needs_whole_k, weight_bytes=1)
 
 
 class TritonFp8Linear:

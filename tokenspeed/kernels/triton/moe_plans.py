@@ -149,16 +149,17 @@ MMA_PLANS = (
 32, 64 and 256 tokens, each to the geometric middle but for the tiles of 16, which lose from 16 pairs an expert on.
 `LARGE_TILES` were at 1024."""
 FP16_PAIRS = 14
-"""An expert gets, above which `moe_mxfp4_fp16` is faster. Measured for 32 and 128 experts: with 16 it is, by a tenth; with
-12 and with 8 it is slower by a twentieth."""
+"""An expert gets, above which `moe_mxfp4_fp16` is faster. Measured for 32 and 128 experts: with 16 it is, by a tenth;
+with 12 and with 8 it is slower by a twentieth."""
 FP16_PLANS = (
     # Tokens, pairs an expert gets on average, pairs a tile, tile of both matrices.
     (320, 40.0, 32, Fp16Tile(128, 4, 4, 1, False, 8)),
     (NO_LIMIT, 0.0, 128, Fp16Tile(128, 5, 8, 4, True, 32, 128)),
 )
 """The fastest of a sweep as above at 256 tokens, and at 1024, 2048 and 8000, but for 1 percent: 4 programs fewer to
-compile. From one to the other at 40 pairs an expert: 32 are 5 percent quicker by the first, 48 are 11 by the second. For that shape `mma_plans` gives what the table of an H200 has, so that whoever measures anew changes both; a
-test holds them together."""
+compile. From one to the other at 40 pairs an expert: 32 are 5 percent quicker by the first, 48 are 11 by the second.
+For the shape of the sweep `mma_plans` gives what the table of an H200 has, so that whoever measures anew changes both;
+a test holds them together."""
 
 
 def mma_plans(shape: ExpertShape, has_fp16: bool) -> tuple[ExpertPlan, ...]:

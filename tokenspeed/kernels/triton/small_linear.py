@@ -384,10 +384,13 @@ def skinny_linear(
     )
 
 
-def choose_tile(num_rows: int, num_out: int, width: int, needs_whole_k: bool) -> GemvTile | SkinnyTile:
+def choose_tile(
+    num_rows: int, num_out: int, width: int, needs_whole_k: bool, weight_bytes: int = 2
+) -> GemvTile | SkinnyTile:
     """Tiles measured best on one H200 in chains of layers of Qwen3-8B, Qwen3-30B-A3B and gpt-oss-20b (docs/log.md), by
     what made them best: one row wants long contiguous reads; several rows want about 256 programs (128 from 33 rows
-    on), by splitting K where N is short."""
+    on), by splitting K where N is short. `weight_bytes`: of an element; what was measured with 2 may not hold for 1."""
+    in_second_tile = 16 < num_rows <= 32 and weight_bytes == 2
     if num_rows == 1:
         return _gemv_tile(num_out, width)
     if width % 128:
@@ -397,7 +400,11 @@ def choose_tile(num_rows: int, num_out: int, width: int, needs_whole_k: bool) ->
     if needs_whole_k:
         if num_rows <= 16 and num_out >= 8192:
             return SkinnyTile(128, 128, 1, 3, 8)
+        if in_second_tile:
+            return SkinnyTile(64, 64, 1, 5)
         return SkinnyTile(64, 128, 1, 4, 4, 4) if num_rows <= 32 else SkinnyTile(128, 64)
+    if in_second_tile and width >= LONG_WIDTH >= num_out:
+        return SkinnyTile(split_k=2, stages=6)  # a program an SM, and steps far ahead
     programs = 256 if num_rows <= 32 else 128
     split_k = max(1, min(MAX_SPLIT_K, programs * 64 // num_out))
     split_k = 1 << (split_k.bit_length() - 1)
@@ -406,6 +413,8 @@ def choose_tile(num_rows: int, num_out: int, width: int, needs_whole_k: bool) ->
     return SkinnyTile(split_k=split_k)
 
 
+LONG_WIDTH = 8192
+"""Columns, as the projection down from a dense layer's inner size has them; its outputs are fewer."""
 LARGE_WEIGHT = 2 * 10**8
 """Elements: more than a layer of a model of 8 billion parameters has in one weight, fewer than its head."""
 FULL_TILES = (16, 32)
