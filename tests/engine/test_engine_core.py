@@ -16,6 +16,7 @@ from tokenspeed.protocol.messages import (
     AbortRequest,
     AddRequest,
     Command,
+    Continued,
     EngineStats,
     Fatal,
     FromEngine,
@@ -102,6 +103,22 @@ def test_tokens_are_those_of_each_request_alone(overlap: bool) -> None:
         assert engine.tokens(name) == continuation(prompt, 10)
         assert engine.reasons(name) == ["length"]
     assert engine.of(Reply) == [Reply(call_id=1, ok=True)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_steady_steps_are_told_as_columns(overlap: bool) -> None:
+    engine = Driver(engine_config(overlap=overlap, num_pages=32))
+    engine.send(request("a", [1, 2, 3], 30), request("b", [4, 5], 30))
+    engine.until(lambda e: e.reasons("a") and e.reasons("b"))
+    engine.send(Command(1, "check"), Command(2, "stats"), Shutdown())
+    engine.join()
+    steps = [message.sequences for message in engine.of(Outputs)]
+    assert sum(isinstance(news, Continued) for news in steps) > 20
+    assert engine.tokens("a") == continuation([1, 2, 3], 30)
+    assert engine.tokens("b") == continuation([4, 5], 30)
+    checked, counted = engine.of(Reply)
+    assert checked.ok
+    assert counted.stats.num_generated_tokens == 60
 
 
 def test_overlap_queues_a_step_before_the_one_before_has_ended() -> None:

@@ -43,20 +43,23 @@ class SteadyDecodes:
         self._cache = cache
         self._sequences = [sequence for sequence, _, _ in planned]
         self._epochs = [epoch for _, epoch, _ in planned]
-        starts = tuple(sequence.num_computed for sequence in self._sequences)
-        self._members = SteadySet(tuple(row.slot for _, _, row in planned), starts, tuple([] for _ in cache.groups))
-        self._request_ids = [sequence.request.request_id for sequence in self._sequences]
-        self._indices = [sequence.index for sequence in self._sequences]
-        self._token_ids = [sequence.token_ids for sequence in self._sequences]
-        self._stop_ids = frozenset().union(*(sequence.stop_ids for sequence in self._sequences))
-        self._last_age = min(
-            sequence.max_len - start - 2 for sequence, start in zip(self._sequences, starts, strict=True)
-        )
+        self._request_ids, self._indices, self._token_ids = [], [], []
         self._pages_due: _Due = defaultdict(list)
         self._commits_due: _Due = defaultdict(list)
-        for place, (sequence, start) in enumerate(zip(self._sequences, starts, strict=True)):
-            self._pages_due[max(0, sequence.table.capacity - start)].append(place)
-            self._commits_due[max(0, sequence.table.commit_at - 1 - start)].append(place)
+        starts, last_ages = [], []
+        for place, sequence in enumerate(self._sequences):  # once a set, but sets may be short: no second look
+            start, table = sequence.num_computed, sequence.table
+            starts.append(start)
+            last_ages.append(sequence.max_len - start - 2)
+            self._request_ids.append(sequence.request.request_id)
+            self._indices.append(sequence.index)
+            self._token_ids.append(sequence.token_ids)
+            self._pages_due[max(0, table.capacity - start)].append(place)
+            self._commits_due[max(0, table.commit_at - 1 - start)].append(place)
+        self._last_age = min(last_ages)
+        self._stop_ids = frozenset[int]().union(*{sequence.stop_ids for sequence in self._sequences})
+        no_pages: tuple[list[int], ...] = tuple([] for _ in cache.groups)
+        self._members = SteadySet(tuple([row.slot for _, _, row in planned]), tuple(starts), no_pages)
         self._num_planned = self._num_applied = 0
         self._num_settled = (0, 0)  # how much of both the sequences know
 
