@@ -13,6 +13,7 @@ from grammar_support import CASES
 from tokenspeed.grammar.json_schema import MAX_DEPTH, MAX_NODES, MAX_PROPERTIES, UNSUPPORTED
 from tokenspeed.grammar.json_schema import rewrite_schema as rewrite
 from tokenspeed.grammar.patterns import MAX_CHARS, MAX_COPIES, MAX_GROUPS
+from tokenspeed.grammar.schema_strings import MAX_HELD_LEN
 from tokenspeed.grammar.schema_types import FORMATS
 from tokenspeed.grammar.schema_values import MAX_ENUM
 from tokenspeed.protocol.errors import InvalidRequest
@@ -20,15 +21,18 @@ from tokenspeed.protocol.errors import InvalidRequest
 PAGE = Path(__file__).parents[2] / "docs/serving/structured-output.md"
 MARK = "<!-- From here on written by tests/grammar/structured_output_page.py -->\n"
 
-TABLE = """
+TABLE = f"""
 ## JSON schema, keyword by keyword
 
 Whatever is generated is valid under the schema as written. It may be less than all that is valid: properties that are
 not named are not made up (unless `additionalProperties` says so; an object is open where neither `properties` nor
-`patternProperties` stands, and `"properties": {}` names none), named ones come in the order of the schema, a pattern
-matches the whole string, keywords without `type` imply theirs. With xgrammar a string with `maxLength` holds no escapes
-(no quote, backslash or line end), one with `minLength` only behind that length, and above 16 none. Each line is a test
-with both libraries.
+`patternProperties` stands, and `"properties": {{}}` names none), named ones come in the order of the schema, a pattern
+matches the whole string, keywords without `type` imply theirs. Beside a pattern or a format, lengths narrow what is
+generated; a `maxLength` above {MAX_HELD_LEN} is not held beside a pattern or a URI: the one thing that is loose. Where
+properties with a constant tell the branches of a `oneOf` apart, they are written, required or not. Arrays of
+`uniqueItems` are in the order of the enum. With xgrammar a string with `maxLength` holds no escapes (no quote,
+backslash or line end), one with `minLength` only behind that length, and above 16 none. Each line is a test with both
+libraries.
 
 | Case | Schema | |
 |---|---|---|

@@ -60,3 +60,20 @@ FORMAT_PATTERNS: Mapping[str, str] = {
     "uuid": f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
 }
 """By the name of a format: what the whole string matches."""
+
+_ALNUM, _ATEXT = "[A-Za-z0-9]", r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]"
+_SHORT_HOST = rf"{_ALNUM}{{1,30}}(?:[.\-]{_ALNUM}{{1,10}}){{0,3}}"
+_SHORT_REST = r"[A-Za-z0-9._~!$&'()*+,;=:@/?\-]{0,128}"
+_SHORT_URI = (
+    r"[A-Za-z][A-Za-z0-9+.\-]{0,5}:"
+    rf"(?://[A-Za-z0-9.\-]{{1,64}}(?::[0-9]{{1,5}})?(?:[/?]{_SHORT_REST})?|[A-Za-z0-9._~!$&'()*+,;=:@\-]{_SHORT_REST})"
+)
+
+SHORT_PATTERNS: Mapping[str, str] = {
+    "email": rf"{_ATEXT}{{1,32}}(?:\.{_ATEXT}{{1,31}})?@{_SHORT_HOST}",
+    "hostname": _SHORT_HOST,
+    "uri": _SHORT_URI,
+    "uri-reference": _SHORT_URI,
+}
+"""Less of some formats, with few and plain counts: what is left of them between lengths is still of use. The last part
+of a URI is a path, a query or both; a `%` in it would need two characters behind it, so there is none."""

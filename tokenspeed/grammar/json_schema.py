@@ -17,8 +17,9 @@ from urllib.parse import unquote
 from tokenspeed.grammar.budget import Budget
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.name_pattern import NamePattern
-from tokenspeed.grammar.schema_disjoint import are_disjoint
+from tokenspeed.grammar.schema_disjoint import are_disjoint, telling_names
 from tokenspeed.grammar.schema_merge import ANNOTATIONS, EmptySchema, Schema, merge
+from tokenspeed.grammar.schema_strings import string_of, whole
 from tokenspeed.grammar.schema_types import (
     ARRAY_KEYWORDS,
     FAMILIES,
@@ -28,11 +29,9 @@ from tokenspeed.grammar.schema_types import (
     check_count,
     check_order,
     number_of,
-    string_of,
     types_of,
-    whole,
 )
-from tokenspeed.grammar.schema_values import values_of
+from tokenspeed.grammar.schema_values import unique_arrays, values_of
 from tokenspeed.protocol.errors import InvalidRequest
 
 MAX_SCHEMA_CHARS = 128 << 10
@@ -56,6 +55,9 @@ UNSUPPORTED = {
     "$recursiveRef": "use $ref",
 }
 """Keywords that are refused wherever they stand, and what to do instead."""
+
+_REQUIRED = " with required constants"
+"""Behind the pointer of a schema that has been changed so."""
 
 _COMBINERS = ("anyOf", "oneOf", "allOf", "$ref", "enum", "const")
 _KNOWN = frozenset(("type", *_COMBINERS, *STRING_KEYWORDS, *NUMBER_KEYWORDS, *ARRAY_KEYWORDS, *OBJECT_KEYWORDS))
@@ -92,6 +94,7 @@ class _Rewriter:
         self._root = root
         self._names: dict[str, str] = {}  # pointer -> name in $defs
         self._pointers: dict[str, str] = {}  # the rewritten $ref -> pointer
+        self._changed: dict[str, Schema] = {}  # pointer -> what a user's schema has become as a branch of oneOf
         self._anchors: dict[str, Schema] | None = None
         self._budget = Budget()
         self._targets: dict[str, Schema | EmptySchema] = {}  # pointer -> rewritten, or why nothing obeys it
@@ -152,6 +155,8 @@ class _Rewriter:
             raise GrammarError(f"{where}/$ref: {pointer!r} is not inside this schema; only #... can be followed")
         if pointer[1:] and pointer[1] != "/":
             return self._anchor(pointer, where)
+        if pointer in self._changed:
+            return self._changed[pointer]
         node = self._schema
         for step in pointer.split("/")[1:]:
             step = unquote(step).replace("~1", "/").replace("~0", "~")
@@ -218,6 +223,8 @@ class _Rewriter:
         if not isinstance(branches, list) or not branches:
             raise GrammarError(f"{where}/{key}: a list of schemas is expected")
         rest = {name: value for name, value in node.items() if name != key}
+        if key == "oneOf":
+            branches = self._told_apart(branches, where)
         done, empty = [], []
         for place, branch in enumerate(branches):
             at = f"{where}/{key}/{place}"
@@ -239,6 +246,40 @@ class _Rewriter:
         if key == "oneOf":
             self._check_disjoint(done, where)
         return done[0] if len(done) == 1 else {"anyOf": done}
+
+    def _told_apart(self, branches: list[Any], where: str) -> list[Any]:
+        """The branches of a `oneOf`, those of one inside it beside them. Properties with a constant (pydantic's
+        discriminators with a default) are required where that tells branches apart: less than what is valid."""
+        flat: list[Any] = []
+        for branch in branches:
+            is_inner = isinstance(branch, dict) and branch.keys() & _KNOWN == {"oneOf"}
+            is_inner = is_inner and isinstance(branch["oneOf"], list)
+            flat += self._told_apart(branch["oneOf"], where) if is_inner else [branch]
+        self._num_nodes += len(flat)
+        opened = [self._raw(branch, where) for branch in flat]
+        if not all(isinstance(each, dict) for each in opened) or are_disjoint(opened, self._budget):
+            return flat
+        names = telling_names(opened, self._budget)
+        return [self._with_required(branch, each, own) for branch, each, own in zip(flat, opened, names, strict=True)]
+
+    def _raw(self, branch: Any, where: str) -> Any:
+        """A branch as it was written, behind its reference."""
+        if isinstance(branch, dict) and branch.keys() & _KNOWN == {"$ref"}:
+            return self._resolve(branch["$ref"], where)
+        return branch
+
+    def _with_required(self, branch: Schema, opened: Schema, names: list[str]) -> Schema:
+        required = opened.get("required", [])
+        missing = [name for name in names if name not in required] if isinstance(required, list) else []
+        if not missing or opened.keys() & {"allOf", "$ref", "anyOf", "oneOf"}:
+            return branch
+        changed = {**opened, "required": [*required, *missing]}
+        if opened is branch:
+            return changed
+        # A schema of its own, to be referred to: what it refers to may lead back to it.
+        pointer = f"{branch['$ref']}{_REQUIRED}"
+        self._changed[pointer] = changed
+        return {"$ref": pointer}
 
     def _check_target(self, pointer: str, depth: int) -> None:
         """Rewrite what a reference points to, to raise EmptySchema where the reference stands when nothing obeys it."""
@@ -308,14 +349,13 @@ class _Rewriter:
             case "number" | "integer":
                 own = number_of(own, name, where)
             case "array":
-                own = self._array(own, where, depth)
+                return self._array(own, where, depth)
             case "object":
                 own = self._object(own, where, depth)
         return {"type": name, **own}
 
     def _array(self, own: Schema, where: str, depth: int) -> Schema:
-        if own.pop("uniqueItems", False):
-            raise GrammarError(f"{where}/uniqueItems: it cannot be enforced; leave it out or set it to false")
+        is_unique = own.pop("uniqueItems", False)
         if own.pop("unevaluatedItems", False) is not False:
             raise GrammarError(f"{where}/unevaluatedItems: only false; use items")
         if isinstance(own.get("items"), list):  # until draft 2019-09
@@ -343,7 +383,15 @@ class _Rewriter:
             own.pop("prefixItems", None)
             own["items"], own["maxItems"] = {}, 0
         check_order(own, "minItems", "maxItems", where)
-        return own
+        if is_unique and own.get("maxItems", 2) > 1:
+            return self._unique(own, where)
+        return {"type": "array", **own}
+
+    def _unique(self, own: Schema, where: str) -> Schema:
+        """Arrays that hold no value twice: of a few known values, in their order."""
+        items = own["items"]
+        items = self._targets.get(self._pointers.get(items.get("$ref", ""), ""), items) if items else {}
+        return unique_arrays(own, items, where)
 
     def _object(self, own: Schema, where: str, depth: int) -> Schema:
         if own.pop("unevaluatedProperties", False) is not False:

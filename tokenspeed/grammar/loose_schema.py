@@ -13,9 +13,9 @@ from tokenspeed.grammar.budget import Budget
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.json_schema import MAX_PROPERTIES, UNSUPPORTED, is_never, rewrite_schema
 from tokenspeed.grammar.name_pattern import NamePattern, patterns_of
-from tokenspeed.grammar.patterns import check_pattern
 from tokenspeed.grammar.schema_merge import ANNOTATIONS, Schema
-from tokenspeed.grammar.schema_types import TYPES
+from tokenspeed.grammar.schema_strings import string_of
+from tokenspeed.grammar.schema_types import STRING_KEYWORDS, TYPES
 from tokenspeed.protocol.errors import InvalidRequest
 
 _MAX_DEPTH = 100
@@ -102,10 +102,11 @@ def _cannot_be(node: Schema) -> set[str]:
     if "properties" in node or "patternProperties" in node:
         found.add("propertyNames")
     found |= {key for key in ("unevaluatedItems", "unevaluatedProperties") if node.get(key) is not False}
-    if "pattern" in node and ({"minLength", "maxLength", "format"} & node.keys() or not _can_match(node["pattern"])):
-        found.add("pattern")
-    elif "format" in node and {"minLength", "maxLength"} & node.keys():
-        found.add("format")
+    own = {key: value for key, value in node.items() if key in STRING_KEYWORDS}
+    if own and not _can_hold(own):
+        found |= {"pattern"} if "pattern" in own else {"format"}
+        if "pattern" in own and not _can_hold({key: value for key, value in own.items() if key != "pattern"}):
+            found.add("format")
     return found
 
 
@@ -114,10 +115,10 @@ def _can_all_match(schema: Schema) -> bool:
     return all(map(_libraries_take, patterns_of(schema)))
 
 
-def _can_match(pattern: Any) -> bool:
-    """Whether a pattern, or what a schema has in its place, can be held."""
+def _can_hold(own: Schema) -> bool:
+    """Whether the keywords of a string, or what a schema has in their place, can be held together."""
     try:
-        return _libraries_take(check_pattern(pattern))
+        return _can_all_match(string_of(dict(own), "#"))
     except (GrammarError, TypeError, AttributeError):
         return False
 

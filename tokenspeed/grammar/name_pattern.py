@@ -23,38 +23,38 @@ _CLASS = re.compile(r"\[\^?\]?(\\.|[^\]\\])*\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class _Char:
+class Char:
     """One character."""
 
     accepts: re.Pattern[str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Edge:
+class Edge:
     """`^` or `$`."""
 
     is_start: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class Row:
     """One after the other."""
 
-    parts: tuple[_Node, ...]
+    parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Either:
+class Either:
     """Any of them."""
 
-    options: tuple[_Node, ...]
+    options: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Repeat:
+class Repeat:
     """`low` to `high` times; None = without end."""
 
-    part: _Node
+    part: Node
     low: int
     high: int | None
 
@@ -62,7 +62,8 @@ class _Repeat:
 _ESCAPED = '"\\' + "".join(map(chr, range(32)))
 """What stands in a JSON string only behind a backslash."""
 
-_Node = _Char | _Edge | _Row | _Either | _Repeat
+Node = Char | Edge | Row | Either | Repeat
+"""A part of a pattern."""
 
 
 class NamePattern:
@@ -75,7 +76,7 @@ class NamePattern:
     """
 
     def __init__(self, pattern: str, budget: Budget) -> None:
-        self._tree = _Reader(pattern).run()
+        self._tree = read_pattern(pattern)
         self._budget = budget
 
     def is_in(self, name: str) -> bool:
@@ -88,14 +89,14 @@ class NamePattern:
 
     def characters(self) -> Iterator[re.Pattern[str]]:
         """Every part that stands for one character: itself, an escape or a class."""
-        pending: list[_Node] = [self._tree]
+        pending: list[Node] = [self._tree]
         while pending:
             match pending.pop():
-                case _Char(accepts):
+                case Char(accepts):
                     yield accepts
-                case _Row(nodes) | _Either(nodes):
+                case Row(nodes) | Either(nodes):
                     pending.extend(nodes)
-                case _Repeat(part):
+                case Repeat(part):
                     pending.append(part)
 
     def escaped_part(self) -> str | None:
@@ -110,24 +111,24 @@ class NamePattern:
                 return part.pattern
         return None
 
-    def _ends(self, node: _Node, starts: set[int], name: str) -> set[int]:
+    def _ends(self, node: Node, starts: set[int], name: str) -> set[int]:
         """Where a match of `node` ends that begins at one of `starts`."""
         self._budget.spend(1 + len(starts))
         match node:
-            case _Char(accepts):
+            case Char(accepts):
                 return {at + 1 for at in starts if at < len(name) and accepts.fullmatch(name[at])}
-            case _Edge(is_start):
+            case Edge(is_start):
                 return starts & {0 if is_start else len(name)}
-            case _Row(parts):
+            case Row(parts):
                 for part in parts:
                     starts = self._ends(part, starts, name)
                 return starts
-            case _Either(options):
+            case Either(options):
                 return set().union(*(self._ends(option, starts, name) for option in options))
-            case _Repeat():
+            case Repeat():
                 return self._repeated(node, starts, name)
 
-    def _repeated(self, node: _Repeat, starts: set[int], name: str) -> set[int]:
+    def _repeated(self, node: Repeat, starts: set[int], name: str) -> set[int]:
         for _ in range(node.low):
             following = self._ends(node.part, starts, name)
             if following == starts:  # so it stays, however often
@@ -159,6 +160,15 @@ def patterns_of(schema: Any) -> Iterator[str]:
             yield from patterns_of(value)
 
 
+def read_pattern(pattern: str) -> Node:
+    """A pattern as a tree.
+
+    Raises:
+        GrammarError: see `NamePattern`.
+    """
+    return _Reader(pattern).run()
+
+
 class _Reader:
     """From text to tree."""
 
@@ -166,23 +176,23 @@ class _Reader:
         self._pattern = joined(pattern)
         self._at = 0
 
-    def run(self) -> _Node:
+    def run(self) -> Node:
         return self._either()
 
-    def _either(self) -> _Node:
+    def _either(self) -> Node:
         options = [self._row()]
         while self._pattern.startswith("|", self._at):
             self._at += 1
             options.append(self._row())
-        return options[0] if len(options) == 1 else _Either(tuple(options))
+        return options[0] if len(options) == 1 else Either(tuple(options))
 
-    def _row(self) -> _Node:
-        parts: list[_Node] = []
+    def _row(self) -> Node:
+        parts: list[Node] = []
         while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
             parts.append(self._repetition(self._item()))
-        return parts[0] if len(parts) == 1 else _Row(tuple(parts))
+        return parts[0] if len(parts) == 1 else Row(tuple(parts))
 
-    def _item(self) -> _Node:
+    def _item(self) -> Node:
         char = self._pattern[self._at]
         match char:
             case "(":
@@ -192,7 +202,7 @@ class _Reader:
                 return inner
             case "^" | "$":
                 self._at += 1
-                return _Edge(char == "^")
+                return Edge(char == "^")
             case "[":
                 return self._char(self._take(_CLASS))
             case "\\":
@@ -202,14 +212,14 @@ class _Reader:
         self._at += 1
         return self._char(r"[^\n\r]" if char == "." else re.escape(char))
 
-    def _repetition(self, part: _Node) -> _Node:
+    def _repetition(self, part: Node) -> Node:
         char = self._pattern[self._at : self._at + 1]
         if char and char in "*+?":
             self._at += 1
-            part = _Repeat(part, int(char == "+"), 1 if char == "?" else None)
+            part = Repeat(part, int(char == "+"), 1 if char == "?" else None)
         elif found := _COUNT.match(self._pattern, self._at):
             self._at = found.end()
-            part = _Repeat(part, int(found[1]), int(found[3]) if found[3] else None if found[2] else int(found[1]))
+            part = Repeat(part, int(found[1]), int(found[3]) if found[3] else None if found[2] else int(found[1]))
         else:
             return part
         if self._pattern.startswith("?", self._at):  # lazy: it finds the same
@@ -222,8 +232,8 @@ class _Reader:
         self._at = found.end()
         return found[0]
 
-    def _char(self, text: str) -> _Node:
+    def _char(self, text: str) -> Node:
         try:
-            return _Char(re.compile(text, re.ASCII))
+            return Char(re.compile(text, re.ASCII))
         except re.error as error:
             raise GrammarError(f"the regular expression holds {text[:40]!r}, which is not supported: {error}") from None

@@ -52,6 +52,31 @@ def are_disjoint(schemas: Sequence[Schema], budget: Budget) -> bool:
     return True
 
 
+def telling_names(schemas: Sequence[Schema], budget: Budget) -> list[list[str]]:
+    """Of each schema, the properties whose value would set it apart from another one if they were required.
+
+    Raises:
+        GrammarError: the budget is spent.
+    """
+    constants: list[dict[str, frozenset[Hashable]]] = []
+    for schema in schemas:
+        properties = schema.get("properties", {})
+        found = {name: _constants(each) for name, each in properties.items()} if isinstance(properties, dict) else {}
+        budget.spend(1 + len(found))
+        constants.append({name: frozenset(map(json_key, values)) for name, values in found.items() if values})
+    told: list[list[str]] = []
+    for own in constants:
+        budget.spend(len(own) * len(constants))
+        told.append(
+            [
+                name
+                for name, values in own.items()
+                if any(name in other and values.isdisjoint(other[name]) for other in constants if other is not own)
+            ]
+        )
+    return told
+
+
 def _are_apart(first: _Profile, second: _Profile, budget: Budget) -> bool:
     budget.spend(1 + len(first.constants))
     if first.types and second.types and not first.types & second.types:

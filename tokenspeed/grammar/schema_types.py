@@ -10,7 +10,6 @@ import math
 from fractions import Fraction
 
 from tokenspeed.grammar.interface import GrammarError
-from tokenspeed.grammar.patterns import check_pattern
 from tokenspeed.grammar.schema_merge import EmptySchema, Schema, type_names
 
 MAX_DECIMALS = 6  # of a number between bounds
@@ -31,16 +30,9 @@ _DATE = (
 )
 """Days that there are: RFC 3339, appendix C for leap years."""
 
-TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:(?:[0-5][0-9]|60)(?:\.[0-9]+)?(?:Z|[+\-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:(?:[0-5][0-9]|60)(?:\.[0-9]+){0,1}(?:Z|[+\-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 CALENDAR = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{TIME}$"}
 """Formats of which xgrammar knows only the shape: it takes 31 days for any month. As patterns both libraries obey."""
-
-_FORMAT_LENGTHS = {
-    "date": (10, 10), "uuid": (36, 36), "ipv4": (7, 15), "ipv6": (2, 45), "date-time": (20, math.inf),
-    "time": (9, math.inf), "duration": (3, math.inf), "email": (3, math.inf), "hostname": (1, math.inf),
-    "uri": (2, math.inf),
-}  # fmt: skip
-"""The least and the most characters that a string of a format has. inf: no most that the libraries keep."""
 
 STRING_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
 NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -73,48 +65,6 @@ def types_of(node: Schema, where: str) -> list[str] | None:
     if len(asked) > 1:
         raise GrammarError(f"{where}: keywords of {' and '.join(asked)} without a type; add type")
     return asked or None
-
-
-def string_of(own: Schema, where: str) -> Schema:
-    """The keywords of a string."""
-    if own.get("format") not in FORMATS:
-        own.pop("format", None)
-    _drop_lengths_of_format(own, where)
-    lengths = [key for key in ("minLength", "maxLength") if key in own]
-    for key in ("pattern", "format"):
-        if key in own and (lengths or (key == "pattern" and "format" in own)):
-            other = lengths[0] if lengths else "format"
-            raise GrammarError(f"{where}/{key}: not together with {other}; say it all in the pattern")
-    if "pattern" in own:
-        try:
-            own["pattern"] = whole(own["pattern"])
-        except GrammarError as error:
-            raise GrammarError(f"{where}/pattern: {error}") from None
-    if own.get("format") in CALENDAR:
-        own["pattern"] = CALENDAR[own.pop("format")]
-    check_order(own, "minLength", "maxLength", where)
-    return own
-
-
-def _drop_lengths_of_format(own: Schema, where: str) -> None:
-    """Lengths that a format has anyway say nothing; others leave none of it."""
-    if own.get("format") not in _FORMAT_LENGTHS:
-        return
-    check_order(own, "minLength", "maxLength", where)
-    least, most = _FORMAT_LENGTHS[own["format"]]
-    low, high = own.get("minLength", 0), own.get("maxLength", most)
-    if high < least or low > most:
-        raise EmptySchema(f"{where}: no {own['format']} has a length between {low} and {high}")
-    if low <= least:
-        own.pop("minLength", None)
-    if high >= most:
-        own.pop("maxLength", None)
-
-
-def whole(pattern: str) -> str:
-    """The pattern so that every library takes it for the whole string: some look only for a part, as the standard has
-    it, some ignore anchors."""
-    return f"^(?:{check_pattern(pattern)})$"
 
 
 def number_of(own: Schema, name: str, where: str) -> Schema:

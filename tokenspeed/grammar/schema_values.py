@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 from tokenspeed.grammar.budget import Budget
@@ -9,10 +10,11 @@ from tokenspeed.grammar.format_patterns import FORMAT_PATTERNS
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.name_pattern import NamePattern
 from tokenspeed.grammar.patterns import check_pattern
-from tokenspeed.grammar.schema_merge import Schema, same_json
+from tokenspeed.grammar.schema_merge import EmptySchema, Schema, same_json
 from tokenspeed.grammar.schema_types import CALENDAR, FAMILIES, FORMATS, MAX_NUMBER, types_of
 
 MAX_ENUM = 1000
+MAX_UNIQUE = 6  # values of an array that holds none twice: twice as many alternatives for each
 
 
 def values_of(node: Schema, where: str, budget: Budget) -> Any:
@@ -36,6 +38,49 @@ def values_of(node: Schema, where: str, budget: Budget) -> Any:
         types = types_of(node, where) or []
         values = [value for value in values if any(_has_type(value, name) for name in types)]
     return {"enum": values} if values else False
+
+
+def unique_arrays(own: Schema, items: Any, where: str) -> Schema:
+    """Arrays that hold no value twice: of a few known values, in their order.
+
+    Args:
+        own: an array's rewritten keywords.
+        items: the rewritten schema of its items.
+
+    Raises:
+        EmptySchema: there are fewer values than `minItems`.
+        GrammarError: the values are not known, or too many.
+    """
+    values = _all_values(items) if isinstance(items, dict) else None
+    if values is None or "prefixItems" in own:
+        raise GrammarError(
+            f"{where}/uniqueItems: it cannot be enforced, except of at most {MAX_UNIQUE} values in an enum; leave it "
+            "out or set it to false"
+        )
+    least, most = own.get("minItems", 0), min(own.get("maxItems", MAX_UNIQUE), len(values))
+    if least > most:
+        raise EmptySchema(f"{where}: minItems {least} is above the {most} different items there can be")
+    sizes = range(least, most + 1)
+    return {"anyOf": [_array_of(each) for size in sizes for each in combinations(values, size)]}
+
+
+def _all_values(schema: Schema) -> list[Any] | None:
+    """All values of a rewritten schema, each once; None: they are not known, or more than `MAX_UNIQUE`."""
+    if schema.get("type") == "boolean":
+        return [False, True]
+    found: list[Any] = []
+    for value in schema.get("enum", ()):
+        if not any(same_json(value, each) for each in found):
+            found.append(value)
+    return found if 0 < len(found) <= MAX_UNIQUE else None
+
+
+def _array_of(values: tuple[Any, ...]) -> Schema:
+    """The array of these values alone."""
+    if not values:
+        return {"type": "array", "items": {}, "maxItems": 0}
+    items = [{"enum": [value]} for value in values]
+    return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
 
 
 def _check_pattern(pattern: Any, where: str) -> None:
