@@ -16,6 +16,7 @@ from typing import Any
 from tokenspeed.grammar.format_patterns import FORMAT_PATTERNS
 from tokenspeed.grammar.forms import Form, any_text, regex_form, sequence, text_form
 from tokenspeed.grammar.interface import GrammarError
+from tokenspeed.grammar.patterns import check_pattern
 
 _ESCAPE = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)"
 _PART = re.compile(
@@ -130,7 +131,7 @@ def _without(pattern: str, end: str) -> str:
 def _pattern(schema: Mapping[str, Any]) -> str:
     if "pattern" in schema:
         return str(schema["pattern"])[1:-1]  # rewritten, it is "^...$" with one item inside
-    return FORMAT_PATTERNS[schema["format"]]
+    return check_pattern(FORMAT_PATTERNS[schema["format"]])
 
 
 def _stands_for_characters(part: str) -> bool:

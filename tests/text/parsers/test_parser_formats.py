@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -130,3 +131,40 @@ def test_a_bracket_that_closes_nothing_is_text() -> None:
     for text in ("](http://x)", "]", " ] and more"):
         deltas = stream(tool_formats()["pythonic"].make(ParseContext(tools=())), [text], "stop")
         assert assemble(deltas).content == text
+
+
+def _without_object(example: Example, value: str) -> str | None:
+    """The sample with `value` in place of the first arguments that stand in it as a JSON object."""
+    wanted = [arguments for _, arguments in example.calls]
+    for at, char in enumerate(example.text):
+        if char == "{":
+            try:
+                found, end = json.JSONDecoder().raw_decode(example.text, at)
+            except ValueError:
+                continue
+            if found in wanted:
+                return example.text[:at] + value + example.text[end:]
+    return None
+
+
+SPOILED = [
+    pytest.param(make, example, text, id=f"{name}-{index}-{value}")
+    for name, (make, examples) in FORMATS.items()
+    if name.startswith("tools/")
+    for index, example in enumerate(examples)
+    if not example.incomplete
+    for value in ("[1]", "[]", "1", "true", '"x"', "null", '[{"a": 1}]')
+    if (text := _without_object(example, value)) is not None
+]
+
+
+@pytest.mark.parametrize(("make", "example", "text"), SPOILED)
+def test_arguments_that_are_no_object_make_no_malformed_call(make: Make, example: Example, text: str):
+    """The bug: `[1]` in Kimi K3's json element was a call that was begun and never ended. It is text, or, where a value
+    stands for no arguments, a call without any."""
+    parser = make(context_of(example))
+    parsed = parse_all(parser, text, "stop")
+    assert not parser.incomplete
+    for call in parsed.calls:
+        assert isinstance(json.loads(call.arguments), dict), call
+    assert_law(lambda: make(context_of(example)), text, list(text), "stop")

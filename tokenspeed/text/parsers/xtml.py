@@ -19,7 +19,7 @@ from typing import get_args
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
 from tokenspeed.text.parsers.interface import CallMarks, Delta, ParameterMarks, ParseContext
-from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, give_up, marked_arguments
+from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, give_up, marked_arguments, may_begin_arguments
 from tokenspeed.text.parsers.output import Output
 from tokenspeed.text.parsers.typed_arguments import ANY, NOT_STRING, STRING, Kind, Kinds, ObjectWriter, ValueEnd
 
@@ -125,23 +125,34 @@ class XtmlParser:
         if not self._parse_calls or not self._output.accepts(name):
             self._text(raw)
             return
-        self._output.start(name)
         writer = ObjectWriter(self._output)
         cursor = self.cursor
+        cursor.record(raw)
+        is_first = True
         yield from cursor.space()
         while (yield from cursor.literal(_OPEN)):
             found = yield from cursor.within(_SEPARATOR, MAX_NAME_CHARS)
             tag, _, rest = ("" if found is None else found[0].strip(_SPACES)).partition(" ")
             inner = _attributes(rest)
-            if tag == "json":
-                yield from self._json_call()
+            if is_first and tag == "json" and not (yield from may_begin_arguments(cursor)):
+                self._text(cursor.recorded())
                 return
+            if is_first:
+                cursor.recorded()
+                self._output.start(name)
+                if tag == "json":
+                    yield from self._json_call()
+                    return
+            is_first = False
             if tag != "argument" or "key" not in inner:
                 give_up(cursor, self._output)
                 return
             if not (yield from writer.member(cursor, inner["key"], _kinds(inner.get("type")), _ARGUMENT_END)):
                 return
             yield from cursor.space()
+        if is_first:
+            cursor.recorded()
+            self._output.start(name)
         if (yield from cursor.literal(_CALL_END)):
             writer.close()
         else:
