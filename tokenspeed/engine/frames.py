@@ -103,13 +103,13 @@ class FrameReceiver:
             if not events:
                 break
             for number, _ in events:
-                if number == self._alarm.fileno():
-                    self._alarm.recv(_READ_BYTES)
-                    is_woken = True
+                if number in self._senders:
+                    frames += self._read(number)
                 elif number == self._listener.fileno():
                     self._accept()
                 else:
-                    frames += self._read(number)
+                    self._alarm.recv(_READ_BYTES)
+                    is_woken = True
         return frames
 
     def wake(self) -> None:
@@ -148,14 +148,17 @@ class FrameReceiver:
 
 def _receive_into(data: bytearray, sender: socket.socket) -> bool:
     """Append all that is at hand; False: nothing more will come."""
+    num_bytes = _READ_BYTES
     try:
-        while chunk := sender.recv(_READ_BYTES):
+        while num_bytes == _READ_BYTES:  # a shorter piece was the last; to ask again would cost a call and an exception
+            chunk = sender.recv(_READ_BYTES)
+            num_bytes = len(chunk)
             data += chunk
     except BlockingIOError:
         return True
     except OSError:
         return False
-    return False
+    return num_bytes > 0
 
 
 def _whole_frames(data: bytearray) -> tuple[list[bytes], bool]:
