@@ -142,7 +142,7 @@ CASES = (
          ("https://example.org/a?b=c",), ("", "x")),
     Case("format uri, not empty", {**STR, "format": "uri", "minLength": 1}, ("http://a/b",), ("",)),
     Case("format uuid", {**STR, "format": "uuid"}, ("123e4567-e89b-12d3-a456-426614174000",), ("x",)),
-    Case("format ipv4", {**STR, "format": "ipv4"}, ("1.2.3.4",), ("1.2.3", "x")),
+    Case("format ipv4", {**STR, "format": "ipv4"}, ("1.2.3.4",), ("1.2.3", "x", "1.2.3.019")),
     Case("format unknown", {**STR, "format": "color"}, ("x",), (1,)),
     Case("properties, required", obj(("a",), a=INT, b=STR), ({"a": 1}, {"a": 1, "b": ""}), ({}, {"b": ""}, {"a": "x"})),
     Case("properties are not made up", obj(a=INT), ({}, {"a": 1}), ({"c": 1},)),

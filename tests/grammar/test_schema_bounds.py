@@ -328,7 +328,11 @@ LOOSE: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"properties": {"n": INT}, "dependentRequired": {"n": ["m"]}}, [{"n": 1}], [{"n": "x"}]),
     ({"properties": {"s": {"type": "string", "pattern": "(?=a)b"}}}, [{"s": "c"}], [{"s": 1}]),
     ({"properties": {"s": {"$ref": "https://a.example/s"}, "n": INT}}, [{"s": [1], "n": 1}], [{"n": "x"}]),
-    ({"properties": {"s": {"type": "string", "pattern": "^[A-Z]:\\\\", "minLength": 4}}}, [{"s": "c:ab"}], [{"s": "c:"}]),
+    (
+        {"properties": {"s": {"type": "string", "pattern": "^[A-Z]:\\\\", "minLength": 4}}},
+        [{"s": "c:ab"}],
+        [{"s": "c:"}],
+    ),
     # Nothing but names and types can be held.
     ({"properties": {"ab": INT}, "required": ["ab"], "patternProperties": {"^a": {}}}, [{"ab": 1}], [{"ab": "x"}, {}]),
     ({"patternProperties": {"^a": {}, "^b": {}}}, [{"c": 1}, {}], [1]),

@@ -26,6 +26,9 @@ _FORMAT_LENGTHS = {
 _LONG_FORMATS = frozenset(("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"))
 """What would be cut in two by `MAX_HELD_LEN`; strings of other formats are never so long."""
 
+_AS_PATTERNS = frozenset(("ipv4", "relative-json-pointer"))
+"""Formats of which xgrammar knows less (it takes `1.2.3.019`) or llguidance nothing."""
+
 _DECIMAL = re.compile(
     r"\^\(\?!\^\[-\+\.\]\*\$\)\[\+-\]\?0\*(?:"
     r"(?P<any>\\d\*\\\.\?\\d\*\$)"
@@ -58,6 +61,8 @@ def string_of(own: Schema, where: str) -> Schema:
         _hold_lengths(own, where)
     if own.get("format") in CALENDAR:
         own["pattern"] = CALENDAR[own.pop("format")]
+    if own.get("format") in _AS_PATTERNS:
+        own["pattern"] = whole(FORMAT_PATTERNS[own.pop("format")])
     return own
 
 
