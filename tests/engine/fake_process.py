@@ -8,7 +8,7 @@ import sys
 from fake_runner import FakeRunner
 
 from tokenspeed.engine.ipc import IpcEngineEnd
-from tokenspeed.engine.lifeline import read_order, tie_to_parent
+from tokenspeed.engine.lifeline import read_order, tie_to_parent, untie
 from tokenspeed.engine.run import run_engine
 from tokenspeed.protocol.errors import CheckpointError, ConfigError
 
@@ -34,4 +34,8 @@ if __name__ == "__main__":
     order = read_order(sys.argv[1])
     tie_to_parent(order.parent_pid, sys.argv[1])
     assert "torch" not in sys.modules
-    sys.exit(run_engine(IpcEngineEnd(sys.argv[1]), order.config, build, order.parent_pid))
+    try:
+        exit_code = run_engine(IpcEngineEnd(sys.argv[1]), order.config, build, order.parent_pid)
+    finally:
+        untie()
+    sys.exit(exit_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -203,6 +204,20 @@ def test_the_engine_outlives_the_thread_that_started_it() -> None:
     while Reply(call_id=1, ok=True) not in engine.channel.receive(10.0):
         assert engine.exit_code is None
     engine.stop()
+    assert engine.exit_code == 0
+
+
+def test_signals_do_not_change_how_an_engine_ends() -> None:
+    """Regression: one that came while Python was exiting (its thread in the server had ended late) gave -15."""
+    engine = start()
+    wait_ready(engine, 30.0)
+    stopping = threading.Thread(target=engine.stop)
+    stopping.start()
+    while engine.exit_code is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(engine.pid, signal.SIGTERM)
+        time.sleep(0.0005)
+    stopping.join()
     assert engine.exit_code == 0
 
 

@@ -60,3 +60,9 @@ def tie_to_parent(parent_pid: int, directory: str) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     os.kill(os.getpid(), signal.SIGTERM)  # it may have died before the line above: ask the handler once
+
+
+def untie() -> None:
+    """The engine has ended by itself. Python gives its handlers up while it exits: a SIGTERM that was late (a thread of
+    the parent has ended) would make that an exit by a signal."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.engine.ipc import IpcEngineEnd
-from tokenspeed.engine.lifeline import read_order, tie_to_parent
+from tokenspeed.engine.lifeline import read_order, tie_to_parent, untie
 from tokenspeed.engine.run import run_engine
 from tokenspeed.observability.logs import configure_logging
 from tokenspeed.runner.compile_start import start_early
@@ -35,6 +35,7 @@ def main(watched: Callable[[Runner], Runner] | None = None) -> int:
         build = _build if watched is None else lambda config: watched(_build(config))
         return run_engine(IpcEngineEnd(directory), order.config, build, order.parent_pid)
     finally:
+        untie()
         gc.unfreeze()  # Triton's bindings count what is left at the exit, and complain
 
 
