@@ -54,7 +54,12 @@ NAMES = [
         ("responses", {"temperature": 3}, "temperature", "temperature is 3"),
         ("responses", {"top_k": -2}, "top_k", "top_k is -2"),
         ("anthropic", {"max_tokens": 0}, None, "max_tokens is 0"),
-        ("anthropic", {"max_tokens": 9999}, None, "lower max_tokens to"),
+        (
+            "anthropic",
+            {"max_tokens": 9999},
+            None,
+            "`max_tokens` exceed context limit: 10 + 9999 > 256, decrease",
+        ),
         ("anthropic", {"stop_sequences": [""]}, None, "stop_sequences holds"),
         ("anthropic", {"stop_sequences": ["a"] * 65}, None, "stop_sequences holds 65"),
         ("anthropic", {"stop_sequences": ["a" * 1025]}, None, "stop_sequences holds"),

@@ -6,12 +6,12 @@ content block.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Literal
 
 from tokenspeed.text.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCallStart
+from tokenspeed.text.parsers.json_text import json_object
 
 BlockKind = Literal["reasoning", "text", "call"]
 
@@ -123,16 +123,3 @@ class Blocks:
         steps.append(Closed(block.index, block.kind, text, whole, block.call_id, block.name))
         self._open = None
         self._parts.clear()
-
-
-def json_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that `text` spells, or None when it spells none (NaN and Infinity are no JSON)."""
-    try:
-        value = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(name)

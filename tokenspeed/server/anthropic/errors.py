@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from collections.abc import Mapping
 
@@ -16,6 +17,11 @@ from tokenspeed.server.responses import json_response
 logger = logging.getLogger("tokenspeed.server")
 
 OVERLOADED = 529  # Anthropic's own status, which its SDKs wait for and try again
+
+_TOO_MUCH = re.compile(
+    r"the context length is (\d+) tokens, but \d+ were asked for \((\d+) in the prompt, (\d+) as max_tokens\)"
+)
+"""How `engine.admission` refuses a prompt that would fit with less output."""
 
 _TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -62,9 +68,20 @@ def to_error(error: Exception, request_id: str) -> tuple[int, AnthropicError]:
         status = OVERLOADED
     message = detail.message
     if isinstance(error, InvalidRequest) and error.code == "context_length_exceeded":
-        message = f"prompt is too long: {message}"  # by these words agents know that they have to compact
+        message = _too_long(error)
     kind = _TYPES.get(status, "api_error")
     return status, AnthropicError(error=AnthropicErrorDetail(type=kind, message=message), request_id=request_id)
+
+
+def _too_long(error: InvalidRequest) -> str:
+    """In Anthropic's words: by them agents know whether to ask for less output, and how much less, or to compact."""
+    found = _TOO_MUCH.match(error.message)
+    if found is None:
+        return f"prompt is too long: {error.message}"
+    return (
+        f"input length and `max_tokens` exceed context limit: {found[2]} + {found[3]} > {found[1]}, decrease input "
+        "length or `max_tokens` and try again"
+    )
 
 
 def error_response(error: Exception, request_id: str | None = None) -> Response:
