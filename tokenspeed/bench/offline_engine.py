@@ -81,7 +81,7 @@ class OfflineEngine:
         ended = 0
         messages = self._engine.channel.receive(None)
         for message in messages:
-            if isinstance(message, Outputs):
+            if isinstance(message, Outputs) and isinstance(message.sequences, list):  # else all have gone on
                 for output in message.sequences:
                     if output.finish_reason not in (None, "length"):
                         raise EngineDead(f"a request ended by {output.finish_reason}: {output.error}")
