@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenspeed.server.blocks import Blocks, Closed, Grown, Opened, Step, json_object
+from tokenspeed.server.blocks import Blocks, Closed, Grown, Opened, Step
 from tokenspeed.server.carried import pack, unpack
 from tokenspeed.text.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCallArguments, ToolCallStart
+from tokenspeed.text.parsers.model_json import json_object
 
 CALL: list[Delta] = [ToolCallStart(0, "c0", "f"), ToolCallArguments(0, '{"a"'), ToolCallArguments(0, ": 1}")]
 

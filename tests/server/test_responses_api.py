@@ -11,7 +11,6 @@ from app_client import http_client
 from fake_engine_client import FakeClient
 
 from tokenspeed.protocol.errors import InvalidRequest
-from tokenspeed.server.blocks import json_object
 from tokenspeed.server.carried import pack
 from tokenspeed.server.responses_api.conversation import plain_input, to_messages
 from tokenspeed.server.responses_api.items import (
@@ -27,6 +26,7 @@ from tokenspeed.server.responses_api.items import (
     SummaryText,
 )
 from tokenspeed.server.responses_api.request import NOT_OFFERED, RESPONSES_REFUSED
+from tokenspeed.text.parsers.model_json import json_object
 
 URL = "/v1/responses"
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tokenspeed.text.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCallStart
-from tokenspeed.text.parsers.json_text import json_object
+from tokenspeed.text.parsers.model_json import json_object
 
 BlockKind = Literal["reasoning", "text", "call"]
 

@@ -6,11 +6,11 @@ under `reasoning_content` (and `thinking`, which some templates read).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.text.parsers.model_json import read_json
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -80,7 +80,7 @@ def _tool_call(where: str, call: Any) -> Any:
     if not isinstance(arguments, str):
         return call
     try:
-        parsed = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError) as error:
+        parsed = read_json(arguments) if arguments.strip() else {}
+    except ValueError as error:
         raise InvalidRequest(f"{where}.function.arguments is not JSON: {error}", param="messages") from error
     return {**call, "function": {**function, "arguments": parsed}}

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from tokenspeed.text.parsers.cursor import Cursor, Markers
 from tokenspeed.text.parsers.interface import ParseContext, ToolSpec, parse_all
 from tokenspeed.text.parsers.json_scan import JsonScan
+from tokenspeed.text.parsers.model_json import json_object, read_json
+from tokenspeed.text.parsers.pipeline import build_pipeline
 from tokenspeed.text.parsers.python_literal import to_json
-from tokenspeed.text.parsers.registry import tool_formats
+from tokenspeed.text.parsers.registry import reasoning_formats, tool_formats
 from tokenspeed.text.parsers.typed_arguments import ANY, NOT_STRING, STRING, json_text, member_kinds
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -244,3 +246,40 @@ def test_what_comes_twice_makes_a_call_malformed(name: str, text: str):
     parsed = parse_all(parser, text)
     assert parser.incomplete and [call.name for call in parsed.calls] == ["f"]
     assert parsed.calls[0].arguments.count('"a"') == 1
+
+
+def _nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+DEEP_CALLS = {
+    "qwen": '<tool_call>{"name": "f", "arguments": %s}</tool_call>',
+    "json": '{"name": "f", "arguments": %s}',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": %s}]',
+    "qwen_coder": "<tool_call><function=f><parameter=a>%s</parameter></function></tool_call>",
+    "llama": '<|python_tag|>{"name": "f", "parameters": {"a": %s}}',
+    "pythonic": "[f(a=%s)]",
+    "glm45": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("depth", [200, 1000, 100_000])
+@pytest.mark.parametrize("name", sorted(DEEP_CALLS))
+def test_deep_nesting_is_text_or_a_call_and_no_fault(name, depth):
+    """A call with arguments [[[...1000 deep...]]] was a RecursionError, and so a 500: one decoder caught only
+    ValueError."""
+    tools = [ToolSpec("f", {"type": "object", "properties": {"a": {"type": ["array", "object"]}}})]
+    for value in (_nested(depth), '{"a": ' * depth + "1" + "}" * depth, "-" * depth + "1", "(" * depth + ")" * depth):
+        parser = build_pipeline(reasoning_formats()["passthrough"], tool_formats()[name], ParseContext(tools=tools))
+        parsed = parse_all(parser, DEEP_CALLS[name] % value)
+        assert parsed.content or parsed.calls
+
+
+@pytest.mark.parametrize("depth", [129, 1000, 100_000])
+def test_what_nests_too_deep_is_no_json(depth):
+    """How deep Python's parser goes depends on who calls it; what one place could read, the next could not write."""
+    with pytest.raises(ValueError, match="deeper than 128"):
+        read_json(_nested(depth))
+    assert json_object('{"a":' * depth + "1" + "}" * depth) is None
+    assert read_json(_nested(128)) is not None
+    assert read_json("[" + ",".join(["[]"] * 1000) + "]") == [[]] * 1000

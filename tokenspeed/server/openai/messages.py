@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from tokenspeed.protocol.errors import InvalidRequest
-from tokenspeed.text.parsers.json_text import json_object
+from tokenspeed.text.parsers.model_json import json_object
 
 _OTHER_MEDIA = frozenset(
     {

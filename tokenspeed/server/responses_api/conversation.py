@@ -21,7 +21,7 @@ from tokenspeed.server.responses_api.items import (
     Refusal,
 )
 from tokenspeed.server.responses_api.namespaces import flat_name
-from tokenspeed.text.parsers.json_text import json_object
+from tokenspeed.text.parsers.model_json import json_object
 
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 _PARTS = ("input_text", "output_text", "refusal")

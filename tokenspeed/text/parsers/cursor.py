@@ -9,12 +9,12 @@ it to a multiple of the input.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Generator
 from typing import TypeVar
 
 from tokenspeed.text.parsers.json_scan import JsonScan
+from tokenspeed.text.parsers.model_json import read_json
 
 _T = TypeVar("_T")
 Steps = Generator[None, None, _T]
@@ -227,7 +227,7 @@ class Cursor:
 def decode_string(raw: str) -> str | None:
     """The value of a JSON string literal, control characters in it allowed; None when it is none."""
     try:
-        value = json.loads(raw, strict=False)
+        value = read_json(raw, control_characters=True)
     except ValueError:
         return None
     return value if isinstance(value, str) else None

@@ -7,10 +7,10 @@ refused, as the first are on their way by then: the call is malformed. Arguments
 
 from __future__ import annotations
 
-import json
 from typing import Literal
 
 from tokenspeed.text.parsers.cursor import Cursor, Steps, decode_string, drop
+from tokenspeed.text.parsers.model_json import json_object
 from tokenspeed.text.parsers.output import Output
 
 MAX_NAME_CHARS = 512
@@ -220,8 +220,4 @@ def _unpacked(raw: str) -> str | None:
         return None
     if not text.strip():
         return "{}"
-    try:
-        inner = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return text if isinstance(inner, dict) else None
+    return None if json_object(text) is None else text

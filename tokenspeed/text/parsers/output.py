@@ -6,7 +6,6 @@ end of content and drops it when a call follows. What follows a call's markup, t
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -22,6 +21,7 @@ from tokenspeed.text.parsers.interface import (
     ToolCallStart,
     ToolSpec,
 )
+from tokenspeed.text.parsers.model_json import json_object
 
 _PLAUSIBLE_NAME = re.compile(r"[^\s\"'<>{}\[\]()]{1,256}")
 
@@ -111,7 +111,7 @@ class Output:
     @property
     def has_arguments(self) -> bool:
         """The open call's arguments are a whole JSON object. Looks at all of them."""
-        return _is_object("".join(self._written))
+        return json_object("".join(self._written)) is not None
 
     def end(self) -> None:
         """The open call has its end. Arguments that are no JSON object leave it incomplete all the same."""
@@ -141,17 +141,6 @@ class Output:
         self._space.clear()
         if space:
             self._deltas.append(ContentDelta(space))
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text, parse_constant=_refuse), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
 
 
 def join_neighbours(deltas: Iterable[Delta]) -> list[Delta]:

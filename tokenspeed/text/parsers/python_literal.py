@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Sink, Steps
+from tokenspeed.text.parsers.model_json import read_json
 
 _QUOTES = ('"""', "'''", '"', "'")
 _ENDS = {quote: Markers(quote, "\\") for quote in _QUOTES}
@@ -140,9 +141,9 @@ def to_json(source: str) -> str | None:
     """A literal (with JSON's `true`, `false`, `null` too) as JSON text; None when it is none. What is JSON stays as it
     is: it holds numbers that Python's types do not, and halves of characters that only together are one."""
     try:
-        json.loads(source, parse_constant=_refuse_constant)
+        read_json(source)
         return source.strip()
-    except (ValueError, RecursionError):
+    except ValueError:
         pass
     try:
         return json.dumps(literal(source), ensure_ascii=False, allow_nan=False)
@@ -187,7 +188,3 @@ def _key(node: ast.expr | None) -> str:
         raise ValueError("** in a literal")
     value = _value(node)
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")

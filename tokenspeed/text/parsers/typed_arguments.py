@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
+from tokenspeed.text.parsers.model_json import read_json
 from tokenspeed.text.parsers.output import Output
 from tokenspeed.text.parsers.python_literal import literal
 
@@ -210,16 +211,12 @@ def _container(plain: str, wanted: type) -> str | None:
     if not plain.startswith(("[", "(") if wanted is list else "{"):
         return None
     try:
-        value = json.loads(plain, parse_constant=_refuse_constant)
+        value = read_json(plain)
         return plain if isinstance(value, wanted) else None
-    except (ValueError, RecursionError):
+    except ValueError:
         pass
     try:
         value = literal(plain)
         return dumps(value) if isinstance(value, wanted) else None
     except (ValueError, RecursionError):
         return None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
