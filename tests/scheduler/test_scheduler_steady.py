@@ -15,6 +15,7 @@ from test_scheduler_random import random_request, random_windows
 from tokenspeed.protocol.messages import Continued, SequenceOutput
 from tokenspeed.protocol.step import RowResult, SteadyResults, SteadyRows, StepPlan, StepResult
 from tokenspeed.scheduler.scheduler import Scheduler
+from tokenspeed.scheduler.steady import SteadyDecodes
 
 
 def steady_flags(engine: SimulatedEngine) -> list[bool]:
@@ -135,6 +136,22 @@ def test_requests_that_wait_for_a_slot_do_not_end_it() -> None:
     plan = scheduler.plan()
     assert plan is not None and isinstance(plan.rows, SteadyRows)
     scheduler.check()
+
+
+def test_a_request_that_waits_for_memory_keeps_the_ordinary_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked in every step whether it can enter; a set made for each would be thrown away."""
+    scheduler = scheduler_of(num_pages=4, slots=3)
+    scheduler.add(request("a", 4, max_tokens=11))
+    scheduler.add(request("b", 12, first=2, max_tokens=4))
+    monkeypatch.setattr(SteadyDecodes, "begin", None)
+    in_flight: list[StepPlan] = []
+    for _ in range(8):
+        plan = scheduler.plan()
+        assert plan is not None and len(plan.rows) == 1
+        in_flight.append(plan)
+        if len(in_flight) == 2:
+            scheduler.apply(tokens_of(in_flight.pop(0), 5))
+    assert scheduler.num_waiting == 1
 
 
 def test_log_probabilities_keep_the_ordinary_path() -> None:

@@ -177,12 +177,12 @@ class Scheduler:
 
     def _plan_steady(self) -> StepPlan | None:
         """The step after one that decoded for all who run, when it does the same: see `steady`."""
+        if self._free_slots and len(self._waiting):
+            return None
         if self._all_decode is not None:
             self._steady, self._all_decode = SteadyDecodes.begin(self._cache, self._all_decode), None
-        if self._steady is None or (self._free_slots and len(self._waiting)):
-            return None
-        rows = self._steady.plan()
-        if rows is None:
+        rows = None if self._steady is None else self._steady.plan()
+        if self._steady is None or rows is None:
             return None
         self._counters.step_tokens.append(len(rows))
         return self._in_flight.send(SteadyStep(self._steady, rows), [], rows, len(rows))
