@@ -165,6 +165,9 @@ class ByteTokenizer:
             "utf-8", "replace"
         )
 
+    def least_tokens(self, text: str) -> int:
+        return len(text.encode())
+
     def encode_rendered(self, text: str, breaker: str) -> list[int]:
         return list(text.encode())
 

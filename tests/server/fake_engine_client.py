@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, Literal
 
 from tokenspeed.config.model import ModelConfig, RopeConfig
-from tokenspeed.engine.admission import check_request
+from tokenspeed.engine.admission import check_fits, check_request
 from tokenspeed.engine.interface import GenerationEvent, GenerationRequest, LogprobEntry
 from tokenspeed.grammar.select import KINDS
 from tokenspeed.protocol.errors import EngineDead, InvalidRequest, Overloaded
@@ -35,6 +35,9 @@ class ByteTokenizer:
             before, _, text = text.partition("<|im_start|>")
             pieces += [*before.encode(), IM_START]
         return pieces + list(text.encode())
+
+    def least_tokens(self, text: str) -> int:
+        return len(text.encode())
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         kept = [token for token in token_ids if token < 256 or not skip_special_tokens]
@@ -115,6 +118,7 @@ class FakeClient:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        must_fit: bool = False,
     ) -> list[int]:
         self.rendered.append(
             {
@@ -132,6 +136,8 @@ class FakeClient:
             raise InvalidRequest("the chat template says no", param="messages")
         if "crash in template" in text:
             raise RuntimeError("tokenizer failure")
+        if must_fit:
+            check_fits(self.tokenizer, text, self.max_model_len)
         return [IM_START, *text.encode(), *([IM_START] if add_generation_prompt else [])]
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:

@@ -6,12 +6,13 @@ import math
 
 import msgspec
 
-from tokenspeed.engine.interface import GenerationRequest
+from tokenspeed.engine.interface import GenerationRequest, TokenizerFace
 from tokenspeed.protocol.errors import InvalidRequest, Overloaded
 from tokenspeed.protocol.sampling import SamplingParams
 
 CONTEXT_EXCEEDED = "context_length_exceeded"
 _RETRY_MAX_S = 60
+_MAX_BYTES_A_CHAR = 4  # of UTF-8; no text has more tokens than bytes, the special ones around it apart
 _DURATION_WEIGHT = 0.1  # of the newest request in the running mean
 
 
@@ -32,12 +33,7 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
     _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
     left = max_model_len - len(prompt)
     if left < 1:
-        raise InvalidRequest(
-            f"the prompt has {len(prompt)} tokens; the context length is {max_model_len} tokens, of which the output "
-            "needs at least one; shorten the prompt",
-            param="prompt",
-            code=CONTEXT_EXCEEDED,
-        )
+        raise _too_long(str(len(prompt)), max_model_len)
     wanted = sampling.max_tokens
     if wanted is not None and wanted > left:
         raise InvalidRequest(
@@ -58,6 +54,28 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
         max_tokens = left if wanted is None else wanted
         return msgspec.structs.replace(sampling, max_tokens=max_tokens, top_k=min(sampling.top_k, vocab_size))
     return sampling
+
+
+def check_fits(tokenizer: TokenizerFace, text: str, max_model_len: int) -> None:
+    """Refuse a prompt's text that cannot fit, before time and memory are spent on tokenizing it.
+
+    Raises:
+        InvalidRequest: as for a prompt of as many ids.
+    """
+    if len(text) * _MAX_BYTES_A_CHAR <= max_model_len:
+        return
+    least = tokenizer.least_tokens(text)
+    if least >= max_model_len:
+        raise _too_long(f"at least {least}", max_model_len)
+
+
+def _too_long(num_tokens: str, max_model_len: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the prompt has {num_tokens} tokens; the context length is {max_model_len} tokens, of which the output needs "
+        "at least one; shorten the prompt",
+        param="prompt",
+        code=CONTEXT_EXCEEDED,
+    )
 
 
 def _check_ids(param: str, token_ids: tuple[int, ...] | dict[int, float], vocab_size: int) -> None:

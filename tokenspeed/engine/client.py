@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from tokenspeed.config.model import ModelConfig
-from tokenspeed.engine.admission import Gate, check_request
+from tokenspeed.engine.admission import Gate, check_fits, check_request
 from tokenspeed.engine.events import EventQueue
 from tokenspeed.engine.interface import GenerationEvent, GenerationRequest, TokenizerFace
 from tokenspeed.engine.launch import LAST_WORDS_S, EngineHandle, describe_exit
@@ -125,6 +125,7 @@ class AsyncEngineClient:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        must_fit: bool = False,
     ) -> list[int]:
         """See `interface.EngineClient.render_chat`. May be called on any thread; a long chat is best given one."""
         if isinstance(self._tokenizer, NoTokenizer):
@@ -139,7 +140,11 @@ class AsyncEngineClient:
             continue_final_message=continue_final_message,
             chat_template=chat_template,
             template_kwargs=template_kwargs,
+            check=self._check_fits if must_fit else None,
         )
+
+    def _check_fits(self, text: str) -> None:
+        check_fits(self._tokenizer, text, self.max_model_len)
 
     # -- requests --------------------------------------------------------------------------------------------------
 

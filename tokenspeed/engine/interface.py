@@ -94,6 +94,10 @@ class TokenizerFace(Protocol):
         """`parse_special` False: special-token spellings in `text` are ordinary text. True: they are the tokens."""
         ...
 
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, told without tokenizing it."""
+        ...
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
     def token_to_id(self, spelling: str) -> int | None:
@@ -135,11 +139,14 @@ class EngineClient(Protocol):
         continue_final_message: bool = False,
         chat_template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        must_fit: bool = False,
     ) -> list[int]:
         """Chat template, then token ids; special tokens written by the user inside a message stay ordinary text.
 
+        Args:
+            must_fit: what is certain to pass the context length is refused before it is tokenized.
         Raises:
-            InvalidRequest: the template raised, or a message has a shape it cannot take.
+            InvalidRequest: the template raised, or a message has a shape it cannot take, or it is too long to fit.
         """
         ...
 

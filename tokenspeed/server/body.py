@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.context import off_loop
 from tokenspeed.server.errors import ClientGone
+from tokenspeed.server.text_work import serving
 
 MAX_DEPTH = 64  # containers within containers
 
@@ -40,6 +41,7 @@ async def read_json(request: Request) -> dict[str, Any]:
         body = await request.body()
     except ClientDisconnect as error:
         raise ClientGone from error
+    serving.set(request)
     return await off_loop(len(body), parse_object, body)
 
 

@@ -22,18 +22,17 @@ from tokenspeed.protocol.grammar import INVALID_GRAMMAR
 from tokenspeed.server.errors import DEAD_MESSAGE, GenerationFailed, ModelNotFound
 from tokenspeed.server.formats import Formats
 from tokenspeed.server.metrics import Metrics, RequestMeter
+from tokenspeed.server.text_work import OFF_LOOP_CHARS, TextWork
 
 logger = logging.getLogger("tokenspeed.server")
-
-# Above this many characters rendering and tokenizing leave the event loop, where they would hold up other streams.
-OFF_LOOP_CHARS = 20_000
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
 async def off_loop(num_chars: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`work(...)`, on another thread when there are many characters (or tokens) to go through."""
+    """`work(...)`, on another thread when there are many characters (or tokens) to go through. Not for what takes
+    seconds: see `TextWork`."""
     if num_chars > OFF_LOOP_CHARS:
         return await asyncio.to_thread(work, *args, **kwargs)
     return work(*args, **kwargs)
@@ -45,6 +44,7 @@ class ServerContext:
 
     Fields:
         formats: how the model writes reasoning and tool calls.
+        texts: where long texts are rendered and tokenized.
         live_ids: ids of running requests, so that a client's own id is refused while one like it runs.
     """
 
@@ -53,6 +53,7 @@ class ServerContext:
     metrics: Metrics
     formats: Formats = field(default_factory=Formats)
     created: int = field(default_factory=lambda: int(time.time()))
+    texts: TextWork = field(default_factory=TextWork)
     live_ids: set[str] = field(default_factory=set)
 
     @property

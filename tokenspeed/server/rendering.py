@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenspeed.protocol.errors import InvalidRequest
-from tokenspeed.server.context import ServerContext, off_loop
+from tokenspeed.server.context import ServerContext
 
 CHARS_A_VALUE = 16  # what a value costs a template, as characters of text: 300,000 empty messages are no short chat
 
@@ -48,8 +48,11 @@ class Conversation:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-async def render(context: ServerContext, conversation: Conversation) -> list[int]:
+async def render(context: ServerContext, conversation: Conversation, must_fit: bool) -> list[int]:
     """The prompt of a conversation.
+
+    Args:
+        must_fit: what cannot fit the context length is refused before it is tokenized.
 
     Raises:
         InvalidRequest: messages that cannot be rendered, or options that contradict each other.
@@ -91,9 +94,10 @@ async def render(context: ServerContext, conversation: Conversation) -> list[int
             add_generation_prompt=not continues if wanted is None else wanted,
             continue_final_message=continues,
             template_kwargs=kwargs or None,
+            must_fit=must_fit,
         )
 
-    return await off_loop(num_chars([messages, tools, documents, kwargs]), run)
+    return await context.texts.run(num_chars([messages, tools, documents, kwargs]), run)
 
 
 def num_chars(value: Any) -> int:

@@ -143,7 +143,7 @@ async def prepare_turn(context: ServerContext, request: TurnRequest, sampling: S
     is_strict = request.grammar is not None or bool(request.strict_tools)
     # Hundreds of long schemas take seconds to check.
     grammar = await off_loop(num_chars(offered) if forced or is_strict else 0, _grammar, context, request, offered)
-    prompt, thinking = await _rendered(context, request)
+    prompt, thinking = await _rendered(context, request, must_fit=True)
 
     parses_calls = bool(offered) and request.choice.mode != "none"
     tool_format = forced_calls(formats.tools.ids) if forced else formats.tools
@@ -184,7 +184,7 @@ async def count_prompt(context: ServerContext, request: TurnRequest) -> int:
     """
     choice, answer = request.choice, request.grammar
     offered = _offered(request.conversation.tools, choice)
-    prompt, thinking = await _rendered(context, request)
+    prompt, thinking = await _rendered(context, request, must_fit=False)
     parsing = _parse_context(context, request, prompt, thinking, (), reads_ids=True)
     forced = bool(offered) and choice.mode == "required"
     decides = bool(offered) and choice.mode == "auto"
@@ -198,10 +198,10 @@ async def count_prompt(context: ServerContext, request: TurnRequest) -> int:
     return len(prompt) + (len(context.client.tokenizer.encode(opens, False, True)) if opens else 0)
 
 
-async def _rendered(context: ServerContext, request: TurnRequest) -> tuple[list[int], bool | None]:
+async def _rendered(context: ServerContext, request: TurnRequest, must_fit: bool) -> tuple[list[int], bool | None]:
     """The conversation's prompt, and what the template's variables say of thinking."""
     kwargs, thinking = template_switches(request, context.client.template_variables)
-    return await render(context, replace(request.conversation, template_kwargs=kwargs)), thinking
+    return await render(context, replace(request.conversation, template_kwargs=kwargs), must_fit), thinking
 
 
 def _parse_context(

@@ -8,7 +8,7 @@ tool description or template argument can forge the end of a turn. For ordinary 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,8 +228,13 @@ def render_chat_ids(
     continue_final_message: bool = False,
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    check: Callable[[str], None] | None = None,
 ) -> list[int]:
-    """Render, then tokenize; arguments and errors as in `ChatTemplate.render`. Adds no bos: templates write it."""
+    """Render, then tokenize; arguments and errors as in `ChatTemplate.render`. Adds no bos: templates write it.
+
+    Args:
+        check: given the rendered text; may refuse it before it is tokenized.
+    """
     rendered = template.render(
         messages,
         tools=tools,
@@ -239,6 +244,8 @@ def render_chat_ids(
         chat_template=chat_template,
         template_kwargs=template_kwargs,
     )
+    if check is not None:
+        check(rendered.text)
     return tokenizer.encode_rendered(rendered.marked, rendered.breaker)
 
 

@@ -24,6 +24,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from tokenspeed.protocol.errors import CheckpointError, InvalidRequest
+from tokenspeed.text.token_bound import TokenBound
 
 SPACE_MARK = "▁"
 """SentencePiece's visible space."""
@@ -97,6 +98,7 @@ class Tokenizer:
         self._origin = origin
         self._guard_lock = threading.Lock()
         self._guard: _Guard | None = None
+        self._bound: TokenBound | None = None
 
     @property
     def strips_leading_space(self) -> bool:
@@ -145,6 +147,13 @@ class Tokenizer:
 
         marked = self._special_pattern.sub(respell, text).replace(breaker, "")
         return [guard.real_ids.get(token_id, token_id) for token_id in self._run(guard.backend, marked)]
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, however it is encoded; cheap. See `text.token_bound`."""
+        if self._bound is None:
+            longest = max(len(self.token_bytes(token_id)) for token_id in range(len(self._bytes)))
+            self._bound = TokenBound(self._parsing, longest, byte_level_alphabet())
+        return self._bound.least(text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Token ids to text: the tokens' bytes read as UTF-8, invalid parts as U+FFFD.

@@ -37,6 +37,10 @@ class NoTokenizer:
         """
         raise InvalidRequest(f"the prompt is text, but {NO_TOKENIZER}", param="prompt")
 
+    def least_tokens(self, text: str) -> int:
+        """Nothing is known."""
+        return 0
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> NoReturn:
         """
         Raises:

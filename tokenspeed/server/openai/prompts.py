@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenspeed.engine.admission import check_fits
 from tokenspeed.protocol.errors import InvalidRequest
-from tokenspeed.server.context import ServerContext, off_loop
+from tokenspeed.server.context import ServerContext
 
 MAX_PROMPTS = 1024
 
@@ -16,10 +17,12 @@ async def tokenize_prompts(
     """A completion request's prompts: text (None when given as ids) and ids.
 
     Raises:
-        InvalidRequest: none of the four spellings, none at all, or too many.
+        InvalidRequest: none of the four spellings, none at all, too many, or one that cannot fit.
     """
     prompts = _split(prompt)
     texts = [one for one in prompts if isinstance(one, str)]
+    for text in texts:
+        check_fits(context.client.tokenizer, text, context.client.max_model_len)
     if not texts:
         return [(None, one) for one in prompts if isinstance(one, list)]
     return list(zip(texts, await encode(context, texts, add_special_tokens), strict=True))
@@ -32,7 +35,7 @@ async def encode(context: ServerContext, texts: list[str], add_special_tokens: b
     def encode_all() -> list[list[int]]:
         return [tokenizer.encode(text, add_special_tokens, True) for text in texts]
 
-    return await off_loop(sum(map(len, texts)), encode_all)
+    return await context.texts.run(sum(map(len, texts)), encode_all)
 
 
 def _split(prompt: Any) -> list[str] | list[list[int]]:

@@ -86,7 +86,7 @@ def router(context: ServerContext) -> APIRouter:
                 continue_final_message=bool(body.continue_final_message),
                 template_kwargs=body.chat_template_kwargs or {},
             )
-            tokens = await render(context, conversation)
+            tokens = await render(context, conversation, must_fit=False)
         else:
             [tokens] = await encode(context, [body.prompt or ""], body.add_special_tokens is not False)
         spelled = await off_loop(len(tokens), spell, tokens) if body.return_token_strs else None
