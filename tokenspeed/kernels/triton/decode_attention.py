@@ -422,7 +422,7 @@ def decode_attention(
     seq_lens [R] int32 -> [R, Hq * D].
 
     Args:
-        workspace: (partials float32, stats float32, counters int32 zeros); see `decode_workspace`.
+        workspace: (partials float32, stats float32, counters int32 zeros), as large as `decode_workspace` or larger.
         out_scale: factor on the result, the scale of an 8-bit pool's values.
         tile: see `choose_decode_tile`; one split needs no workspace.
         window: tokens that a query sees, itself included; pages before it are not read.
@@ -509,11 +509,29 @@ def choose_decode_tile(num_rows: int, head_dim: int, window: int | None) -> Deco
 def decode_workspace(
     num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, num_splits: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scratch for `decode_attention`; counters must be zero at the first call and are zero after each."""
+    """Scratch for `decode_attention`; counters must be zero at the first call and are zero after each. One split
+    touches none of it."""
+    num_pairs = num_requests * num_kv_heads if num_splits > 1 else 0
+    return _workspace(num_pairs, num_pairs * num_splits, num_heads, num_kv_heads, head_dim, device)
+
+
+def shared_workspace(
+    num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same for steps of any size whose tiles `choose_decode_tile` chose, one after the other on one stream: many
+    pairs are split into few parts or none, so there is a most (8 MiB for 32 heads on 8 of 128 dimensions)."""
+    split = [(most_pairs, tile.num_splits) for most_pairs, *tiles in TILES for tile in tiles if tile.num_splits > 1]
+    num_pairs, num_parts = max(pairs for pairs, _ in split), max(pairs * splits for pairs, splits in split)
+    return _workspace(num_pairs, num_parts, num_heads, num_kv_heads, head_dim, device)
+
+
+def _workspace(
+    num_pairs: int, num_parts: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For so many (request, kv head) pairs, of so many parts in all."""
     block_h = max(16, power_of_2(num_heads // num_kv_heads))
-    rows = num_requests * num_kv_heads * num_splits
     return (
-        torch.empty(rows * block_h * power_of_2(head_dim), dtype=torch.float32, device=device),
-        torch.empty(rows * 2 * block_h, dtype=torch.float32, device=device),
-        torch.zeros(num_requests * num_kv_heads, dtype=torch.int32, device=device),
+        torch.empty(num_parts * block_h * power_of_2(head_dim), dtype=torch.float32, device=device),
+        torch.empty(num_parts * 2 * block_h, dtype=torch.float32, device=device),
+        torch.zeros(num_pairs, dtype=torch.int32, device=device),
     )

@@ -12,12 +12,7 @@ from torch.nn import functional
 from tokenspeed.attention.interface import AttentionBatch
 from tokenspeed.kernels.cuda_graph import CudaGraphRecorder
 from tokenspeed.kernels.registry import SLOT_OPS, Implementation, Need, nothing_to_say
-from tokenspeed.kernels.triton.decode_attention import (
-    DecodeTile,
-    choose_decode_tile,
-    decode_attention,
-    decode_workspace,
-)
+from tokenspeed.kernels.triton.decode_attention import choose_decode_tile, decode_attention, shared_workspace
 from tokenspeed.kernels.triton.gpu import has_pdl, why_no_triton
 from tokenspeed.kernels.triton.launch import launch_notes
 from tokenspeed.kernels.triton.pointwise import qkv_rope_cache, rms_norm, silu_and_mul
@@ -81,18 +76,17 @@ class TritonLinear:
 
 
 class _Workspaces:
-    """Scratch of `decode_attention` by shape. Made at the first call of a shape, which is never a recorded one."""
+    """Scratch of `decode_attention`, one for each shape of heads: graphs hold its address. Made at the first call,
+    whatever its size, so that a trial step meets all there will be; the first call is never a recorded one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._made: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._made: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def get(
-        self, num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, tile: DecodeTile
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        shape = (num_requests, num_heads, num_kv_heads, head_dim, tile.num_splits)
+    def get(self, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        shape = (num_heads, num_kv_heads, head_dim)
         if shape not in self._made:
-            self._made[shape] = decode_workspace(*shape, self._device)
+            self._made[shape] = shared_workspace(*shape, self._device)
         return self._made[shape]
 
 
@@ -143,7 +137,7 @@ class PagedAttention:
         num_requests, num_heads, head_dim = q.shape
         num_kv_heads = keys.shape[2]
         tile = choose_decode_tile(num_requests * num_kv_heads, head_dim, window)
-        workspace = self._workspaces.get(num_requests, num_heads, num_kv_heads, head_dim, tile)
+        workspace = self._workspaces.get(num_heads, num_kv_heads, head_dim)
         return decode_attention(
             q,
             keys,
