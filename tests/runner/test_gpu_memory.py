@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import types
@@ -15,7 +16,10 @@ from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.config import gpu_choices
 from tokenspeed.config.gpu_choices import MAX_PREFILL_TOKENS, prefill_ladder
 from tokenspeed.protocol.errors import ConfigError
+from tokenspeed.protocol.step import Admission, Row
 from tokenspeed.runner import memory
+from tokenspeed.runner.decode_graphs import DecodeGraphs
+from tokenspeed.runner.device_state import DeviceState, table_width
 from tokenspeed.runner.memory import (
     DECODE_GRAPH_BYTES,
     MIB,
@@ -26,11 +30,15 @@ from tokenspeed.runner.memory import (
     MemoryUse,
     PoolWish,
     TrialSteps,
+    eager_table_bytes,
+    graph_input_bytes,
     graph_reserve_bytes,
     plan_kv_pages,
     prefill_reserve_bytes,
     size_cuda_pool,
 )
+from tokenspeed.runner.prefill_graphs import PrefillGraphs
+from tokenspeed.runner.warm_up import GREEDY
 
 GIB = 2**30
 USE = MemoryUse(total=100 * GIB, others=GIB, weights=16 * GIB, step=2 * GIB, graphs=GIB)
@@ -151,6 +159,31 @@ def test_graph_reserve():
     assert prefill_reserve_bytes((16, 512), 1000, GIB, 8192) == GIB // 16 + PREFILL_ONCE_BYTES + 2 * each
 
 
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("windows", [(None, None), (4, None)])
+def test_the_buffers_of_recorded_steps_are_counted(page_size, windows):
+    """Regression: each graph's own page tables were not, 1.4 GB for a ladder up to 512 rows at 131072 tokens of context
+    in pages of one; recording then failed."""
+    kinds = ["full" if window is None else "sliding" for window in windows]
+    groups = [GroupSpec(kind, kind, page_size, 9, 5, window) for kind, window in zip(kinds, windows, strict=True)]
+    state = DeviceState(17, 1000, groups, torch.device("cpu"))
+    others = (None, None, types.SimpleNamespace(), None, state, None, 16)
+    sizes, prompts = (1, 4, 16), (4, 32)
+    made = [DecodeGraphs(*others)._buffers(size) for size in sizes]
+    made += [PrefillGraphs(*others)._buffers(size) for size in prompts]
+    parts = [getattr(buffers, field.name) for buffers in made for field in dataclasses.fields(buffers)]
+    kept = sum(part.nbytes for part in parts if part is not None)
+    max_pages = table_width(1000, page_size)
+    assert kept <= graph_input_bytes(sizes, prompts, len(groups), max_pages) <= 1.2 * kept
+    slots = list(range(16))
+    state.admit(Admission(0, "r", 0, [0] * 1000, 1000, tuple([0] * max_pages for _ in groups), GREEDY))
+    rows = [Row(slot, 999 if slot == 0 else 0, 1, tuple([] for _ in groups), True, True) for slot in slots]
+    batch = state.gather(rows).batch
+    tables = [batch.page_table, *(other.page_table for other in batch.other_groups)]
+    gathered = sum(table.nbytes for table in tables)
+    assert gathered <= eager_table_bytes(len(groups), len(rows), max_pages) <= 1.1 * gathered
+
+
 MEASURED_MIB = {"Qwen3-8B": (102, 42, 2), "gpt-oss-20b": (98, 2, 0)}
 """With each prompt size that was recorded after others: see `memory.PREFILL_GRAPH_BYTES`."""
 
@@ -233,6 +266,9 @@ class FakeCuda:
         )
 
 
+MAX_MODEL_LEN, MAX_NUM_SEQS = 4096, 1024
+
+
 def config(**changes) -> types.SimpleNamespace:
     about = {
         "gpu_memory_utilization": 0.9,
@@ -241,7 +277,8 @@ def config(**changes) -> types.SimpleNamespace:
         "max_num_batched_tokens": 512,
         "model": types.SimpleNamespace(vocab_size=1000, quantization=None, qtype=None),
         "page_size": 64,
-        "max_model_len": 4096,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
         "num_pages": None,
         "kv_memory_bytes": None,
         "kv_cache_dtype": "bfloat16",
@@ -251,10 +288,9 @@ def config(**changes) -> types.SimpleNamespace:
     return types.SimpleNamespace(**{**about, **changes})
 
 
-FULL = [GroupSpec("full", "full", 64, PAGE, 0)]
-
-
-def measured(cuda: FakeCuda, recorded: int | None, decode: int, prefill: int, records_prompts: bool = True) -> int:
+def measured(
+    cuda: FakeCuda, recorded: int | None, decode: int, prefill: int, records_prompts: bool = True, page_size: int = 64
+) -> int:
     def loading() -> None:
         cuda.take(prefill)
         cuda.others += GIB  # kernels are loaded
@@ -264,16 +300,22 @@ def measured(cuda: FakeCuda, recorded: int | None, decode: int, prefill: int, re
         decode=lambda: cuda.take(decode),
         prompts=[loading, lambda: cuda.take(GIB)],
     )
-    return size_cuda_pool(trial, FULL, config(), records_prompts)
+    groups = [GroupSpec("full", "full", page_size, PAGE, 0)]
+    return size_cuda_pool(trial, groups, config(page_size=page_size, num_pages=None), records_prompts)
 
 
-def test_measuring(monkeypatch):
-    """Each step by itself: graphs keep what the recorded one takes, not what edits of logits do."""
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_measuring(monkeypatch, page_size):
+    """Each step by itself: graphs keep what the recorded one takes, not what edits of logits do. What the trials'
+    short contexts do not show is counted: page tables."""
     cuda = FakeCuda(total=100 * GIB, others=GIB, weights=16 * GIB)
     monkeypatch.setattr(memory.torch, "cuda", cuda.face())
-    pages = measured(cuda, recorded=GIB, decode=4 * GIB, prefill=3 * GIB)
+    pages = measured(cuda, recorded=GIB, decode=4 * GIB, prefill=3 * GIB, page_size=page_size)
     graphs = graph_reserve_bytes((1, 2), 1000, GIB) + prefill_reserve_bytes((16, 64), 1000, 3 * GIB, 512)
-    assert pages == (90 * GIB - 2 * GIB - 16 * GIB - 4 * GIB - SLACK_BYTES - graphs) // PAGE - 1
+    max_pages = table_width(MAX_MODEL_LEN, page_size)
+    tables = graph_input_bytes((1, 2), (16, 64), 1, max_pages) + eager_table_bytes(1, MAX_NUM_SEQS, max_pages)
+    assert (tables > PAGE) == (page_size == 1)
+    assert pages == (90 * GIB - 2 * GIB - 16 * GIB - 4 * GIB - SLACK_BYTES - graphs - tables) // PAGE - 1
 
 
 def test_nothing_is_kept_for_graphs_that_cannot_be(monkeypatch):
@@ -281,7 +323,8 @@ def test_nothing_is_kept_for_graphs_that_cannot_be(monkeypatch):
     cuda = FakeCuda(total=100 * GIB, others=GIB, weights=16 * GIB)
     monkeypatch.setattr(memory.torch, "cuda", cuda.face())
     pages = measured(cuda, recorded=None, decode=4 * GIB, prefill=3 * GIB, records_prompts=False)
-    assert pages == (90 * GIB - 2 * GIB - 16 * GIB - 4 * GIB - SLACK_BYTES) // PAGE - 1
+    tables = eager_table_bytes(1, MAX_NUM_SEQS, table_width(MAX_MODEL_LEN, 64))
+    assert pages == (90 * GIB - 2 * GIB - 16 * GIB - 4 * GIB - SLACK_BYTES - tables) // PAGE - 1
 
 
 def test_a_step_that_runs_out_of_memory(monkeypatch):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tokenspeed.kernels.slot_ops import RecordedInputs
 from tokenspeed.protocol.step import Row, SteadyRows, SteadySet
 from tokenspeed.runner.device_state import DeviceState
-from tokenspeed.runner.slot_graphs import SlotGraphs, input_buffers
+from tokenspeed.runner.slot_graphs import SlotGraphs
 
 NO_PAGE = -1
 
@@ -98,7 +98,7 @@ class DecodeGraphs(SlotGraphs):
         return rows
 
     def _buffers(self, size: int) -> RecordedInputs:
-        return input_buffers(self._state, size, size, has_wanted=False)
+        return self._inputs(size, size, has_wanted=False)
 
     def _fill_inputs(self, rows: torch.Tensor, inputs: RecordedInputs) -> None:
         self._ops.decode_inputs(rows, self._tables, inputs)

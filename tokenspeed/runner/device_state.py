@@ -39,7 +39,7 @@ class DeviceState:
         self.page_size = groups[0].page_size
         self.scratch_page = groups[0].num_pages
         self.device = device
-        shape = (len(groups), num_slots, -(-(max_model_len + 1) // self.page_size))
+        shape = (len(groups), num_slots, table_width(max_model_len, self.page_size))
         self.token_ids = torch.zeros(num_slots, max_model_len + 1, dtype=torch.int64, device=device)
         self.page_tables = torch.full(shape, self.scratch_page, dtype=torch.int32, device=device)
         windows = [group.window or ALL_TOKENS for group in groups]
@@ -118,6 +118,11 @@ class DeviceState:
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return to_device(values, torch.int64, self.device)
+
+
+def table_width(max_model_len: int, page_size: int) -> int:
+    """Columns of a page table; the token sampled last has a place too."""
+    return -(-(max_model_len + 1) // page_size)
 
 
 def with_groups(batches: Sequence[AttentionBatch]) -> AttentionBatch:

@@ -21,9 +21,11 @@ from tokenspeed.cache.capacity import sequence_capacity, sequence_pages
 from tokenspeed.cache.spec import GroupSpec
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.protocol.errors import ConfigError
+from tokenspeed.runner.device_state import table_width
 from tokenspeed.runner.kv_pool import shorter, with_pages
 from tokenspeed.runner.loaded import DTYPES
 from tokenspeed.runner.memory_errors import GIB, MAX_SENSIBLE_UTILIZATION, MemoryErrors, gib, quantizing
+from tokenspeed.runner.slot_graphs import input_bytes
 
 MIB = 2**20
 PREFILL_GRAPH_REQUESTS = 8
@@ -160,6 +162,25 @@ def graph_reserve_bytes(sizes: Sequence[int], vocab_size: int, decode_bytes: int
     return decode_bytes + sum(sizes) * vocab_size * 4 + len(sizes) * DECODE_GRAPH_BYTES
 
 
+def graph_input_bytes(
+    decode_sizes: Sequence[int], prefill_sizes: Sequence[int], num_groups: int, max_pages: int
+) -> int:
+    """Memory of the buffers that recorded steps read, each size's own: above all a page table of `max_pages` a row,
+    2 KiB at 32768 tokens of context in pages of 64, and 128 KiB in pages of one."""
+    decodes = sum(input_bytes(num_groups, max_pages, size, size, has_wanted=False) for size in decode_sizes)
+    prompts = (
+        input_bytes(num_groups, max_pages, size, min(size, PREFILL_GRAPH_REQUESTS), has_wanted=True)
+        for size in prefill_sizes
+    )
+    return decodes + sum(prompts)
+
+
+def eager_table_bytes(num_groups: int, num_rows: int, max_pages: int) -> int:
+    """Page tables that a step gathers which is not recorded. Those of trial steps are as narrow as their contexts are
+    short."""
+    return num_groups * num_rows * max_pages * torch.int32.itemsize
+
+
 def prefill_reserve_bytes(sizes: Sequence[int], vocab_size: int, prefill_bytes: int, num_tokens: int) -> int:
     """Memory that recorded prompt steps keep: the activations of the largest, what comes once, and each one's own.
 
@@ -209,13 +230,16 @@ def size_cuda_pool(trial: TrialSteps, groups: list[GroupSpec], config: EngineCon
     free, total = torch.cuda.mem_get_info()
     decode_sizes = config.capture_sizes if trial.recorded is not None else ()
     prefill_sizes = config.prefill_sizes if records_prompts else ()
+    max_pages = table_width(config.max_model_len, config.page_size)
+    tables_bytes = eager_table_bytes(len(groups), config.max_num_seqs, max_pages)
     use = MemoryUse(
         total=total,
         others=total - free - torch.cuda.memory_reserved(),
         weights=weights,
-        step=max(recorded_bytes, decode_bytes, prefill_bytes) + SLACK_BYTES,
+        step=max(recorded_bytes, decode_bytes, prefill_bytes) + tables_bytes + SLACK_BYTES,
         graphs=graph_reserve_bytes(decode_sizes, vocab_size, recorded_bytes)
-        + prefill_reserve_bytes(prefill_sizes, vocab_size, prefill_bytes, config.max_num_batched_tokens),
+        + prefill_reserve_bytes(prefill_sizes, vocab_size, prefill_bytes, config.max_num_batched_tokens)
+        + graph_input_bytes(decode_sizes, prefill_sizes, len(groups), max_pages),
     )
     wish = PoolWish(
         groups=groups,

@@ -19,7 +19,7 @@ import torch
 from tokenspeed.kernels.slot_ops import RecordedInputs
 from tokenspeed.protocol.step import Row
 from tokenspeed.runner.memory import PREFILL_GRAPH_REQUESTS
-from tokenspeed.runner.slot_graphs import SlotGraphs, input_buffers
+from tokenspeed.runner.slot_graphs import SlotGraphs
 
 
 class PrefillGraphs(SlotGraphs):
@@ -61,7 +61,7 @@ class PrefillGraphs(SlotGraphs):
         return rows
 
     def _buffers(self, size: int) -> RecordedInputs:
-        return input_buffers(self._state, size, self._num_requests(size), has_wanted=True)
+        return self._inputs(size, self._num_requests(size), has_wanted=True)
 
     def _fill_inputs(self, rows: torch.Tensor, inputs: RecordedInputs) -> None:
         self._ops.prefill_inputs(rows, self._tables, self.scratch_slot, inputs)

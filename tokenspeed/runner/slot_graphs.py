@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -103,6 +103,10 @@ class SlotGraphs(ABC):
     def _padding_rows(self, size: int) -> torch.Tensor:
         """The graph's input, for rows that are all padding."""
 
+    def _inputs(self, num_tokens: int, num_requests: int, has_wanted: bool) -> RecordedInputs:
+        num_groups, _, max_pages = self._state.page_tables.shape
+        return input_buffers(num_groups, max_pages, num_tokens, num_requests, has_wanted, self._state.device)
+
     @abstractmethod
     def _buffers(self, size: int) -> RecordedInputs:
         """What the first kernel fills."""
@@ -116,26 +120,34 @@ class SlotGraphs(ABC):
         """[R] int32: slots that the rows sample into."""
 
 
-def input_buffers(state: DeviceState, num_tokens: int, num_requests: int, has_wanted: bool) -> RecordedInputs:
+def input_buffers(
+    num_groups: int, max_pages: int, num_tokens: int, num_requests: int, has_wanted: bool, device: torch.device
+) -> RecordedInputs:
     """Buffers for so many tokens and requests; `query_start` counts up by one, as a decode step needs it."""
 
     def longs(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int64, device=state.device)
+        return torch.zeros(shape, dtype=torch.int64, device=device)
 
     def ints(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=state.device)
+        return torch.zeros(shape, dtype=torch.int32, device=device)
 
-    num_groups, _, max_pages = state.page_tables.shape
     return RecordedInputs(
         token_ids=longs(num_tokens),
         positions=longs(num_tokens),
         flat_slots=longs(num_groups, num_tokens),
-        query_start=torch.arange(num_requests + 1, dtype=torch.int32, device=state.device),
+        query_start=torch.arange(num_requests + 1, dtype=torch.int32, device=device),
         seq_lens=ints(num_requests),
         page_tables=ints(num_groups, num_requests, max_pages),
         wanted=longs(num_requests) if has_wanted else None,
         next_positions=longs(num_requests),
     )
+
+
+def input_bytes(num_groups: int, max_pages: int, num_tokens: int, num_requests: int, has_wanted: bool) -> int:
+    """What these buffers take; of each, up to 511 more as the allocator rounds."""
+    made = input_buffers(num_groups, max_pages, num_tokens, num_requests, has_wanted, torch.device("meta"))
+    parts = (getattr(made, part.name) for part in fields(made))
+    return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
 def recorded_batch(inputs: RecordedInputs) -> AttentionBatch:
