@@ -1,10 +1,10 @@
-"""The channel over Unix sockets in a private directory: msgspec MessagePack both ways, never pickle.
+"""The channel over ZMQ on Unix sockets in a private directory: msgspec MessagePack both ways, never pickle.
 
-The client makes the directory (mode 0700) and both sockets; the engine connects. A frame that does not decode is logged
-and dropped: whoever sent it, it must not end either process. No torch.
+The client makes the directory (mode 0700) and binds both sockets; the engine connects. A frame that does not decode
+is logged and dropped: whoever sent it, it must not end either process. No torch.
 
-    client  ZMQ PUSH ------- to_engine.sock ----> ZMQ PULL     engine      any thread sends, nobody waits
-    client  FrameReceiver <- from_engine.sock --- FrameSender  engine      a step's news: one system call, see `frames`
+    client  PUSH --- to_engine.sock ----> PULL  engine
+    client  PULL <-- from_engine.sock --- PUSH  engine
 """
 
 from __future__ import annotations
@@ -22,15 +22,12 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from tokenspeed.engine.frames import FrameReceiver, FrameSender
 from tokenspeed.protocol.errors import ConfigError, EngineDead, TokenSpeedError
 from tokenspeed.protocol.messages import FromEngine, ToEngine
 
 logger = logging.getLogger(__name__)
 
 CLOSE_LINGER_MS = 1000  # last words of a dying engine still go out
-CONNECT_MS = 1000  # an engine that has said something is nearly there
-FLUSH_S = 0.01  # how long an engine sleeps at most while its client has not read all it was sent
 _UNIX_PATH_MAX = 107  # sun_path of Linux without its terminator
 _TO_ENGINE = "to_engine.sock"
 _FROM_ENGINE = "from_engine.sock"
@@ -64,14 +61,15 @@ class IpcClientEnd:
         self._context = zmq.Context()
         self._outbox = _socket(self._context, zmq.PUSH)
         self._outbox.bind(_address(self.directory, _TO_ENGINE))
-        self._inbox = FrameReceiver(os.path.join(self.directory, _FROM_ENGINE))
+        self._inbox = _socket(self._context, zmq.PULL)
+        self._inbox.bind(_address(self.directory, _FROM_ENGINE))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._send_lock = threading.Lock()  # a ZMQ socket may serve one thread at a time
-        self._has_sent = self._closed = False
+        self._closed = False
 
     def receive(self, timeout_s: float | None = None) -> list[FromEngine]:
-        return _decoded(self._inbox.receive(timeout_s), self._decoder)
+        return _drain(self._inbox, self._decoder, timeout_s)
 
     def send(self, message: ToEngine) -> None:
         frame = self._encoder.encode(message)
@@ -79,17 +77,18 @@ class IpcClientEnd:
             if self._closed:
                 raise EngineDead("the engine has been closed")
             try:
-                if not self._has_sent:  # its first news may be here before its other socket is
-                    self._outbox.poll(CONNECT_MS, zmq.POLLOUT)
                 self._outbox.send(frame, zmq.NOBLOCK)
-                self._has_sent = True
             except zmq.Again:
                 raise EngineDead("the engine process is gone") from None
 
     def wake(self) -> None:
         with self._send_lock:
-            if not self._closed:
-                self._inbox.wake()
+            if self._closed:
+                return
+            with self._context.socket(zmq.PUSH) as socket:
+                socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+                socket.connect(_address(self.directory, _FROM_ENGINE))
+                socket.send(b"")
 
     def close(self) -> None:
         with self._send_lock:
@@ -97,7 +96,7 @@ class IpcClientEnd:
                 return
             self._closed = True
             self._outbox.close(linger=0)
-        self._inbox.close()
+        self._inbox.close(linger=0)
         self._context.term()
         self._remove()
 
@@ -113,7 +112,8 @@ class IpcEngineEnd:
         self._context = zmq.Context()
         self._inbox = _socket(self._context, zmq.PULL)
         self._inbox.connect(_address(directory, _TO_ENGINE))
-        self._outbox = FrameSender(os.path.join(directory, _FROM_ENGINE))
+        self._outbox = _socket(self._context, zmq.PUSH)
+        self._outbox.connect(_address(directory, _FROM_ENGINE))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         # Readable when something has happened to the inbox since it was last found empty. To ask the inbox itself at
@@ -122,19 +122,16 @@ class IpcEngineEnd:
         self._news.register(int(self._inbox.get(zmq.FD)), select.POLLIN)
 
     def receive(self, timeout_s: float | None) -> list[ToEngine]:
-        if self._outbox.has_waiting:
-            self._outbox.flush()
-            timeout_s = FLUSH_S if timeout_s is None else min(timeout_s, FLUSH_S)
         if timeout_s == 0 and not self._news.poll(0):
             return []
-        return _decoded(_drain(self._inbox, timeout_s), self._decoder)
+        return _drain(self._inbox, self._decoder, timeout_s)
 
     def send(self, message: FromEngine) -> None:
         self._outbox.send(self._encoder.encode(message))
 
     def close(self) -> None:
         self._inbox.close(linger=0)
-        self._outbox.close(CLOSE_LINGER_MS / 1000)
+        self._outbox.close(linger=CLOSE_LINGER_MS)
         self._context.term()
 
 
@@ -152,24 +149,19 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     return socket
 
 
-def _drain(socket: zmq.Socket[bytes], timeout_s: float | None) -> list[bytes]:
-    """All frames at hand; sleeps for the first one up to `timeout_s` (None = for ever, 0 = not at all)."""
+def _drain(socket: zmq.Socket[bytes], decoder: msgspec.msgpack.Decoder[T], timeout_s: float | None) -> list[T]:
+    """All messages at hand; sleeps for the first one up to `timeout_s` (None = for ever, 0 = not at all)."""
     if timeout_s != 0:
         socket.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
-    frames: list[bytes] = []
+    messages: list[T] = []
     while True:
         try:
-            frames.append(socket.recv(zmq.NOBLOCK))
+            frame = socket.recv(zmq.NOBLOCK)
         except zmq.Again:
-            return frames
-
-
-def _decoded(frames: list[bytes], decoder: msgspec.msgpack.Decoder[T]) -> list[T]:
-    """The messages that the frames are."""
-    messages: list[T] = []
-    for frame in frames:
+            return messages
+        if not frame:
+            continue  # a wake-up
         try:
             messages.append(decoder.decode(frame))
         except (msgspec.MsgspecError, TokenSpeedError, OverflowError, RecursionError) as error:
             logger.error("dropped a message of %d bytes that does not decode: %s", len(frame), error)
-    return messages
