@@ -7,15 +7,19 @@ often a misspelling than a wish to be ignored.
 from __future__ import annotations
 
 import difflib
+import gc
 import json
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.server.body_size import check_size
 from tokenspeed.server.context import off_loop
 from tokenspeed.server.errors import ClientGone
 from tokenspeed.server.text_work import serving
@@ -50,16 +54,20 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
     Raises:
         InvalidRequest: invalid JSON or UTF-8, NaN or Infinity, a number out of range, duplicate keys, nesting deeper
-            than MAX_DEPTH, a lone surrogate escape, or a value that is not an object.
+            than MAX_DEPTH, a lone surrogate escape, a value that is not an object, or more than `body_size` allows.
     """
     if not body.strip():
         raise InvalidRequest("the body is empty, it must be a JSON object")
+    check_size(body)
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not valid UTF-8 at byte {error.start}") from None
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_float=_finite_float)
+        with _collector_paused():
+            value = json.loads(
+                text, object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_float=_finite_float
+            )
     except InvalidRequest:
         raise
     except json.JSONDecodeError as error:
@@ -72,11 +80,21 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest("the body holds an integer that is too large") from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"the body is a JSON {_json_type(value)}, it must be an object")
-    if text.count("[") + text.count("{") > MAX_DEPTH:
-        _check_depth(value)
-    if "\\u" in text:
-        _check_surrogates(value)
+    has_escapes = "\\u" in text
+    if has_escapes or text.count("[") + text.count("{") > MAX_DEPTH:
+        _check_values(value, has_escapes)
     return value
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Nothing that is parsed is garbage yet: looking for it again and again took most of a large body's time. The first
+    of several threads that is done starts the collector for all; it is never left off."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def to_struct(fields: dict[str, Any], kind: type[StructT]) -> StructT:
@@ -188,10 +206,16 @@ def _finite_float(text: str) -> float:
     return value
 
 
-def _check_depth(value: Any) -> None:
-    """Walk containers level by level; only bodies with many brackets come here."""
+def _check_values(value: Any, has_escapes: bool) -> None:
+    """Walk containers level by level; only bodies with many brackets or with escapes come here. In Python, so that
+    other threads get their turns."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
+        if has_escapes:
+            for box in level:
+                for text in [*box, *box.values()] if isinstance(box, dict) else box:
+                    if isinstance(text, str) and not text.isascii():
+                        _check_surrogates(text)
         level = [
             child
             for box in level
@@ -203,10 +227,10 @@ def _check_depth(value: Any) -> None:
     raise InvalidRequest(f"the body nests deeper than {MAX_DEPTH} levels")
 
 
-def _check_surrogates(value: Any) -> None:
+def _check_surrogates(text: str) -> None:
     """Half of a surrogate pair cannot be written as UTF-8, so no tokenizer could take it."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(
             f"the body holds the lone surrogate \\u{ord(error.object[error.start]):04x}, which is half a character"

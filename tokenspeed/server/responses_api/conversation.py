@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +47,7 @@ def to_keep(items: Sequence[Item]) -> tuple[Item, ...]:
     """The items as they are kept and listed: each with an id and a status, contents as parts."""
     kept: list[Item] = []
     for item in items:
-        new_id = item.id or f"{_ID_PREFIXES[str(item.__struct_config__.tag)]}_{uuid.uuid4().hex}"
+        new_id = item.id or f"{_ID_PREFIXES[str(item.__struct_config__.tag)]}_{secrets.token_hex(16)}"
         changes: dict[str, Any] = {"id": new_id, "status": item.status or "completed"}
         if isinstance(item, MessageItem) and isinstance(item.content, str):
             part = OutputText if item.role == "assistant" else InputText
