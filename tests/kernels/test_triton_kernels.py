@@ -5,7 +5,7 @@ On a GPU at the shapes that engines use; elsewhere the same code in Triton's int
 
 from __future__ import annotations
 
-from itertools import accumulate, product
+from itertools import accumulate
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from tokenspeed.kernels.triton.decode_attention import (
     decode_attention,
     decode_workspace,
 )
+from tokenspeed.kernels.triton.launch import power_of_2
 from tokenspeed.kernels.triton.pointwise import qkv_rope_cache, rms_norm, silu_and_mul
 from tokenspeed.kernels.triton.prefill_attention import TILE, PrefillTile, prefill_attention
 from tokenspeed.kernels.triton.registered import PagedAttention
@@ -99,12 +100,12 @@ def test_every_kind_of_tile(tile: GemvTile | SkinnyTile) -> None:
     assert error(y, linear_truth(x, weight, bias, None, False, None)) < BOUND
 
 
-@pytest.mark.parametrize("num_rows", [2, 16, 17, 33, MAX_ROWS])
-def test_chosen_splits_fit_the_workspace(num_rows: int) -> None:
+@pytest.mark.parametrize("width", [576, 2048, 2880, 4096, 12288])
+@pytest.mark.parametrize("num_rows", [2, 17, 33, MAX_ROWS])
+def test_chosen_splits_fit_the_workspace(num_rows: int, width: int) -> None:
+    """Regression: of all these numbers of outputs, 5441 to 5461 got three programs a tile, two tiles too many."""
     workspace = make_workspace(torch.device("cpu"))
-    for num_out, width in product(
-        (64, 576, 2048, 2880, 4096, 5120, 6144, 8192, 24576, 152064), (576, 2048, 2880, 4096, 12288)
-    ):
+    for num_out in (*range(16, 20_000), 24576, 152064):
         tile = choose_tile(num_rows, num_out, width, needs_whole_k=False)
         assert isinstance(tile, SkinnyTile)
         assert width % (tile.block_k * tile.split_k) == 0 or width // tile.block_k >= tile.split_k
@@ -112,7 +113,8 @@ def test_chosen_splits_fit_the_workspace(num_rows: int) -> None:
             continue
         tiles = -(-num_out // tile.block_n)
         assert tiles <= workspace.counters.numel()
-        assert tiles * tile.split_k * tile.block_n * max(16, num_rows) <= workspace.partials.numel()
+        room = workspace.partials.numel() // (tile.block_n * max(16, power_of_2(num_rows)))
+        assert tiles * tile.split_k <= room, f"{num_out} outputs: {tile}"
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from tokenspeed.kernels.triton.prefetch import prefetch_l2
 
 MAX_ROWS = 64
 MAX_SPLIT_K = 4
+MAX_SPLIT_TILES = 256
+"""Programs of 64 outputs that a split launch has at most: what its workspace is made for."""
 HEAD_ROWS = 32768
 """More outputs than any layer has: a vocabulary."""
 SCALE_BLOCK = tl.constexpr(128)
@@ -394,7 +396,7 @@ def choose_tile(
     if num_rows == 1:
         return _gemv_tile(num_out, width)
     if width % 128:
-        blocks, most = width // 64, max(1, 256 * 64 // num_out)
+        blocks, most = width // 64, max(1, MAX_SPLIT_TILES // ceil_div(num_out, 64))
         split_k = 1 if needs_whole_k else max(split for split in (1, 2, 3, 4) if split <= most and blocks % split == 0)
         return SkinnyTile(block_k=64, split_k=split_k, stages=4 if split_k > 1 else 6)
     if needs_whole_k:
@@ -445,5 +447,5 @@ def _gemv_tile(num_out: int, width: int) -> GemvTile:
 
 
 def make_workspace(device: torch.device) -> Workspace:
-    """Enough for every tile of `choose_tile`: where it splits K there are at most 256 programs of 64 outputs."""
-    return new_workspace(device, 256 * 64 * MAX_ROWS, 256)
+    """Enough for every tile of `choose_tile`."""
+    return new_workspace(device, MAX_SPLIT_TILES * 64 * MAX_ROWS, MAX_SPLIT_TILES)
