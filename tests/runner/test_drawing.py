@@ -23,13 +23,13 @@ from cuda_support import (
     run,
     slot_ops,
 )
-from runner_support import Plans
+from runner_support import Plans, as_columns
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenspeed.kernels.slot_ops import PickedRows
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
-from tokenspeed.protocol.step import StepResult
+from tokenspeed.protocol.step import Admission, SteadyResults, SteadyRows, StepPlan, StepResult
 from tokenspeed.runner.cuda_runner import GraphPlan
 from tokenspeed.runner.interface import Pending
 from tokenspeed.runner.launched_step import Sampled
@@ -200,3 +200,41 @@ def test_launching_waits_for_nothing(recording: Recording) -> None:
                 assert all(row.error is None for row in earlier.result().rows)
             before = [pending]
         assert len(before[0].result().rows) == SLOTS
+
+
+EVERYTHING = SamplingParams(
+    temperature=0.0, logit_bias={3: 1.0}, presence_penalty=0.5, min_tokens=3, logprobs=2, seed=0
+)
+
+
+def steady_steps(made: Plans, first: list[Admission], then: list[int], count: int) -> list[StepPlan]:
+    """A prompt of three tokens for each, a decode for each, and as many for those of slots `then`, as columns."""
+    steps = [made.step(first, [made.row(admission.slot, 3, samples=True) for admission in first])]
+    steps += [made.step([], [made.decode(admission.slot) for admission in first])]
+    return steps + as_columns([made.step([], [made.decode(slot) for slot in then]) for _ in range(count)])
+
+
+@pytest.mark.parametrize("others", [[0, 2], [0, 2, 3]], ids=["ended", "going on"])
+def test_a_steady_step_touches_only_rows_that_ask(
+    others: list[int], recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: after a request with penalties, a bias, banned tokens, log-probabilities or a grammar, each step of
+    the others made all its rows, until the slot was filled again. (Slot 3 asks for edits as long as it lives, and only
+    its own position is needed.)"""
+    made = Plans(NUM_PAGES)
+    first = [made.admit(slot, [5, 9, 2], GREEDY) for slot in (0, 2)]
+    first.append(replace(made.admit(1, [5, 9, 2], EVERYTHING), grammar=GrammarSpec(kind="regex", text="")))
+    first.append(made.admit(3, [5, 9, 2], SamplingParams(temperature=0.0, frequency_penalty=0.5, seed=0)))
+    steps = steady_steps(made, first, others, 6)
+    drawn: list[list[int]] = []
+    with opened(GraphPlan(sizes=(1, 2, 4)), recording, grammars=InTurn()) as runner:
+        for plan in steps[:3]:
+            runner.execute(plan).result()
+        edits, redraw = runner._drawing._edits, runner._drawing._redraw
+        monkeypatch.setattr(runner._drawing, "_redraw", lambda *args: (drawn.append(args[0]), redraw(*args)))
+        monkeypatch.setattr(SteadyRows, "_made", None)
+        for plan in steps[3:]:
+            assert isinstance(plan.rows, SteadyRows)
+            assert isinstance(runner.execute(plan).result().rows, SteadyResults)
+        assert drawn == ([[2]] * 5 if 3 in others else [])
+        assert edits.places([0, 2]) == [] and edits.places([2, 3, 1]) == [1, 2]

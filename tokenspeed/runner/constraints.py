@@ -208,7 +208,7 @@ class Constraints:
 
     def rows(self, slots: Sequence[int]) -> list[int]:
         """Places in `slots` whose next token is constrained, ascending."""
-        if not self._slots:
+        if self._slots.keys().isdisjoint(slots):
             return []
         return [row for row, slot in enumerate(slots) if self._is_active(slot)]
 

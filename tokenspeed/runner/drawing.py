@@ -28,7 +28,7 @@ from tokenspeed.runner.slot_sampling import SlotParameters
 from tokenspeed.runner.trial_steps import EVERYTHING
 from tokenspeed.runner.warm_up import GREEDY
 from tokenspeed.sampling.chunks import row_chunks
-from tokenspeed.sampling.edits import LogitEdits
+from tokenspeed.sampling.edits import LogitEdits, Positions
 from tokenspeed.sampling.logprobs import PendingLogprobs, gather_logprobs
 
 
@@ -100,13 +100,15 @@ class Drawing:
         """
         held = self._grammar_rows.rows(slots)
         errors = self._grammar_rows.catch_up([slots[row] for row in held]) if held else {}
-        if held or not self._edits.are_none:
-            positions = [row.start + row.num_tokens for row in rows]
-            edited = self._edits.rows(slots, positions)
+        editable = self._edits.places(slots)
+        if held or editable:
+            positions = _ends(rows, {*held, *editable})
+            edited = self._edits.due(editable, slots, positions)
             if edited:
                 self._redraw(edited, slots, positions, token_ids, logits, landing.picked)
             if held:
-                only_held = [row for row in held if row not in edited]
+                others = set(edited)
+                only_held = [row for row in held if row not in others]
                 self._redraw_masked(only_held, slots, positions, token_ids, logits, landing.picked)
         landing.token_ids.copy_(token_ids, non_blocking=True)
         sampled = Sampled(landing.token_ids, landing.done, errors=errors)
@@ -143,7 +145,7 @@ class Drawing:
         self,
         edited: list[int],
         slots: Sequence[int],
-        positions: list[int],
+        positions: Positions,
         token_ids: torch.Tensor,
         logits: torch.Tensor,
         picked: PickedRoom,
@@ -165,7 +167,7 @@ class Drawing:
         self,
         held: list[int],
         slots: Sequence[int],
-        positions: list[int],
+        positions: Positions,
         token_ids: torch.Tensor,
         logits: torch.Tensor,
         picked: PickedRoom,
@@ -196,3 +198,11 @@ class Drawing:
         """Under the model's own logits."""
         index = to_device(list(asked), torch.int64, self._device)
         return gather_logprobs(logits[index], token_ids[index].long().clamp(min=0), list(asked.values()))
+
+
+def _ends(rows: Sequence[Row] | SteadyRows, places: Iterable[int]) -> dict[int, int]:
+    """Place -> the position behind the row's tokens. Columns are read, not made into rows."""
+    if isinstance(rows, SteadyRows):
+        behind = rows.age + 1
+        return {place: rows.members.starts[place] + behind for place in places}
+    return {place: rows[place].start + rows[place].num_tokens for place in places}

@@ -37,7 +37,7 @@ class GrammarRows:
 
     def rows(self, slots: Sequence[int]) -> list[int]:
         """Places in `slots` that have a grammar, whether or not it constrains their next token."""
-        if not self._slots:
+        if self._slots.isdisjoint(slots):
             return []
         return [row for row, slot in enumerate(slots) if slot in self._slots]
 

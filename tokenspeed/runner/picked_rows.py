@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tokenspeed.kernels.slot_ops import PickedRows
 from tokenspeed.kernels.upload import SideCopy, staging_buffer
+from tokenspeed.sampling.edits import Positions
 
 ALIGNED = 4
 """Numbers: kernels load 16 bytes at a time, and are compiled anew for addresses that are no multiples."""
@@ -48,7 +49,7 @@ class PickedGroup:
         self._slots = numbers[slots : slots + num_rows]
         self.masks: NDArray[np.int32] = numbers[masks:].reshape(num_rows, num_words)
 
-    def name(self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> None:
+    def name(self, rows: Sequence[int], slots: Sequence[int], positions: Positions) -> None:
         """Which they are: `rows` of a step whose rows have these slots and positions."""
         self._places[:] = rows
         self._slots[:] = [slots[row] for row in rows]

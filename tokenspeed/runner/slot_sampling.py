@@ -54,6 +54,6 @@ class SlotParameters:
 
     def logprob_rows(self, slots: Sequence[int]) -> dict[int, int]:
         """Places in `slots` that want the log-probability of their token -> how many alternatives besides."""
-        if not self._num_logprobs:
+        if self._num_logprobs.keys().isdisjoint(slots):
             return {}
         return {row: self._num_logprobs[slot] for row, slot in enumerate(slots) if slot in self._num_logprobs}

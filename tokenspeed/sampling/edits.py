@@ -5,7 +5,7 @@ State by slot, on the device; nothing here waits for it. Not here: drawing, log-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,9 @@ from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import Admission
 from tokenspeed.sampling.masks import TokenMasks
 from tokenspeed.sampling.penalties import PenaltyCounts, has_penalties
+
+Positions = Sequence[int] | Mapping[int, int]
+"""Where the token stands that a row samples, by row; those rows have one that are asked about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,10 @@ class _Edits:
     bias: Tensor | None
     banned: Tensor | None
     banned_until: int
+
+    def is_due(self, position: int) -> bool:
+        """Whether they change the logits of a token at this position."""
+        return self.has_penalties or self.bias is not None or position < self.banned_until
 
 
 class LogitEdits:
@@ -75,21 +82,18 @@ class LogitEdits:
             banned_until=admission.prompt_len + sampling.min_tokens,
         )
 
-    @property
-    def are_none(self) -> bool:
-        """True when no slot has any."""
-        return not self._slots
+    def places(self, slots: Sequence[int]) -> list[int]:
+        """Places in `slots` that have edits, at some position. A slot keeps them until it is filled again, but they
+        cost nothing in steps without it."""
+        if self._slots.keys().isdisjoint(slots):
+            return []
+        return [row for row, slot in enumerate(slots) if slot in self._slots]
 
-    def rows(self, slots: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """Places in `slots` whose logits have to be edited, for tokens at `positions`."""
-        return [
-            row
-            for row, slot in enumerate(slots)
-            if (edits := self._slots.get(slot)) is not None
-            and (edits.has_penalties or edits.bias is not None or positions[row] < edits.banned_until)
-        ]
+    def due(self, places: Sequence[int], slots: Sequence[int], positions: Positions) -> list[int]:
+        """Those of `places` (see there) whose logits have to be edited, for tokens at `positions`."""
+        return [row for row in places if self._slots[slots[row]].is_due(positions[row])]
 
-    def apply(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int], masks: TokenMasks | None) -> None:
+    def apply(self, logits: Tensor, slots: Sequence[int], positions: Positions, masks: TokenMasks | None) -> None:
         """Edit `logits` [N, V] float32 in place.
 
         Args:

@@ -114,7 +114,7 @@ class Sampler:
         best, token_ids = logits.max(dim=-1)  # NaN wins a maximum, so `best` also tells which rows have failed
         failed = ~best.isfinite()
         work = logits
-        if masks is not None or self._edits.rows(slots, positions):
+        if masks is not None or self._edits.due(self._edits.places(slots), slots, positions):
             work = logits.clone()
             self._edits.apply(work, slots, positions, masks)
             token_ids = work.max(dim=-1).indices
