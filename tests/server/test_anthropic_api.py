@@ -11,7 +11,8 @@ from app_client import http_client
 from fake_engine_client import FakeClient
 from test_responses_api import CALLS, PARSERS, THINKS, typed_events
 
-from tokenspeed.protocol.errors import Overloaded
+from tokenspeed.protocol.errors import InvalidRequest, Overloaded
+from tokenspeed.server.anthropic.errors import to_error
 from tokenspeed.server.anthropic.request import MESSAGES_REFUSED
 from tokenspeed.server.carried import pack
 
@@ -430,6 +431,20 @@ async def test_a_body_without_a_length_is_bounded_too(engine: FakeClient):
 async def test_a_long_prompt_is_refused_in_words_that_agents_know(http: httpx.AsyncClient):
     response = await http.post(URL, json=body(system="x" * 400))
     assert response.status_code == 400 and response.json()["error"]["message"].startswith("prompt is too long: ")
+
+
+async def test_a_prompt_that_fits_is_not_called_too_long(http: httpx.AsyncClient):
+    """By these words agents compact a conversation, which is of no use against a max_tokens that is too large."""
+    response = await http.post(URL, json=body(max_tokens=5000))
+    message = response.json()["error"]["message"]
+    assert response.status_code == 400 and "prompt is too long" not in message
+    assert "max_tokens" in message
+
+
+def test_only_what_is_said_of_the_prompt_begins_with_these_words():
+    for param, is_prompt in (("prompt", True), ("messages", True), ("max_tokens", False), ("min_tokens", False)):
+        _, error = to_error(InvalidRequest("5 is too much", param, "context_length_exceeded"), "req_1")
+        assert error.error.message.startswith("prompt is too long") == is_prompt
 
 
 @pytest.mark.parametrize("knob", ["fail_after", "vanish_after", "boom_after"])

@@ -75,9 +75,11 @@ def to_error(error: Exception, request_id: str) -> tuple[int, AnthropicError]:
 
 def _too_long(error: InvalidRequest) -> str:
     """In Anthropic's words: by them agents know whether to ask for less output, and how much less, or to compact."""
+    if error.param in ("prompt", "messages"):  # the prompt alone does not fit
+        return f"prompt is too long: {error.message}"
     found = _TOO_MUCH.match(error.message)
     if found is None:
-        return f"prompt is too long: {error.message}"
+        return error.message
     return (
         f"input length and `max_tokens` exceed context limit: {found[2]} + {found[3]} > {found[1]}, decrease input "
         "length or `max_tokens` and try again"
