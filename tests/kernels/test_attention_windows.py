@@ -92,6 +92,7 @@ def test_whole_prompts_with_sinks(route: str, monkeypatch: pytest.MonkeyPatch) -
     """torch's attention corrected by its log-sum-exp, and the Triton kernel where torch gives none."""
     if not ON_GPU:
         monkeypatch.setattr(whole_prompts, "LONG_PREFILL", 20)
+        monkeypatch.setattr(whole_prompts, "DTYPES", (KIND,))
         monkeypatch.setattr("tokenspeed.kernels.triton.registered.prefill_attention", small_blocks)
     if route == "triton":
         monkeypatch.setattr(whole_prompts, "_with_log_sum", lambda *given: None)

@@ -15,6 +15,7 @@ from torch.nn import functional
 from tokenspeed.attention.interface import AttentionBatch
 from tokenspeed.kernels.ops import Ops
 from tokenspeed.kernels.registry import Need, select_ops
+from tokenspeed.kernels.triton import whole_prompts
 from tokenspeed.kernels.triton.decode_attention import (
     DecodeTile,
     choose_decode_tile,
@@ -247,7 +248,8 @@ def test_paged_attention_takes_every_batch(query_lens: list[int], contexts: list
     assert error(out, case.truth()) < BOUND
 
 
-def test_whole_prompts_of_several_lengths() -> None:
+def test_whole_prompts_of_several_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_prompts, "DTYPES", (KIND,))
     case = Case([520, 520, 515, 530], [0, 0, 0, 0], (2, 1, 32), page_size=16)
     out = PagedAttention(DEVICE, ON_GPU)(case.q, case.keys, case.values, case.batch(), case.scale, None)
     assert error(out, case.truth()) < BOUND

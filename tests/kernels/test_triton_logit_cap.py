@@ -46,6 +46,7 @@ def apart(ours: torch.Tensor, truth: torch.Tensor) -> float:
 def test_the_op_caps_logits(step: str, window: int | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole prompts too, though torch's attention, which otherwise serves them, has no cap."""
     monkeypatch.setattr(whole_prompts, "LONG_PREFILL", 16)
+    monkeypatch.setattr(whole_prompts, "DTYPES", (KIND,))
     q, keys, values, batch = attention_case(*STEPS[step], HEADS, KIND, 16, window, DEVICE)
     sinks = torch.randn(HEADS[0], device=DEVICE) if has_sinks else None
     given = q, keys, values, batch, 0.3, window, 1.0, sinks

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_cases import attention_case
 from kernel_device import DEVICE, KIND, ON_GPU, randn
 
-from tokenspeed.kernels.triton.whole_prompts import apply_sinks, copy_pages
+from tokenspeed.kernels.triton import registered
+from tokenspeed.kernels.triton.whole_prompts import LONG_PREFILL, apply_sinks, copy_pages
 
 
 @pytest.mark.parametrize("stored", [KIND, torch.float8_e4m3fn], ids=str)
@@ -34,6 +36,22 @@ def test_pages_beyond_a_prompt_are_not_read() -> None:
     k, v = copy_pages(keys, values, table, 0, 1, 32, KIND)
     assert torch.equal(k[0], keys[[2, 1]].flatten(0, 1))
     assert torch.equal(v[0], values[[2, 1]].flatten(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_torchs"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True)]
+)
+def test_only_queries_of_16_bits_go_to_torch(
+    dtype: torch.dtype, is_torchs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: with float32 torch kept all logits, [Hq, L, L], in the step by which memory is measured."""
+    took: list[str] = []
+    for name in ("attend_whole_prompts", "prefill_attention"):
+        monkeypatch.setattr(registered, name, lambda q, *_, name=name, **__: took.append(name) or q.flatten(1))
+    lens = [LONG_PREFILL]
+    q, keys, values, batch = attention_case(lens, lens, (4, 2, 16), dtype, 16, None, DEVICE)
+    registered.PagedAttention(DEVICE, ON_GPU)(q, keys, values, batch, 0.2, None)
+    assert took == ["attend_whole_prompts" if is_torchs else "prefill_attention"]
 
 
 @pytest.mark.parametrize("heads_outside", [False, True], ids=["tokens outside", "heads outside"])

@@ -113,7 +113,7 @@ class PagedAttention:
         if batch.num_tokens == batch.num_requests:
             return self._decode(q, keys, values, batch, scale, window, out_scale, sinks, logit_cap)
         max_query_len = batch.num_tokens if batch.query_lens_host is None else max(batch.query_lens_host)
-        if window is None and logit_cap is None and are_whole_prompts(batch):
+        if window is None and logit_cap is None and are_whole_prompts(batch, q.dtype):
             out = attend_whole_prompts(q, keys, values, batch, scale, sinks)
             if out is not None:
                 return out if out_scale == 1.0 else out.mul_(out_scale)

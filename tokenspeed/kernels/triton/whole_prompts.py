@@ -26,12 +26,14 @@ from tokenspeed.kernels.triton.launch import QuickLaunch, ceil_div, power_of_2
 
 LONG_PREFILL = 512
 """Tokens from which on torch's attention beats the Triton kernel (docs/log.md)."""
+DTYPES = (torch.bfloat16, torch.float16)
+"""Of queries. In float32 torch has but its plain form for groups of heads, which keeps every logit, [Hq, L, L]."""
 
 
-def are_whole_prompts(batch: AttentionBatch) -> bool:
-    """Every request is a whole long prompt from its first token."""
+def are_whole_prompts(batch: AttentionBatch, dtype: torch.dtype) -> bool:
+    """Every request is a whole long prompt from its first token, of queries that torch's quick attention takes."""
     lens = batch.query_lens_host
-    return lens is not None and lens == batch.seq_lens_host and min(lens) >= LONG_PREFILL
+    return dtype in DTYPES and lens is not None and lens == batch.seq_lens_host and min(lens) >= LONG_PREFILL
 
 
 @triton.jit(do_not_specialize=["first", "length", "page_table_stride"])
