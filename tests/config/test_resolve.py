@@ -210,9 +210,23 @@ def test_impossible_wishes_name_value_limit_and_remedy(args, parts):
         assert part in message, message
 
 
+@pytest.mark.parametrize(
+    ("args", "flag"),
+    [
+        ({"max_total_tokens": 100}, "--max-total-tokens"),
+        ({"kv_cache_memory_gb": 100 * TOKEN_BYTES / GIB}, "--kv-cache-memory-gb"),
+    ],
+)
+def test_the_flag_that_sized_the_pool_is_the_one_to_raise(args, flag):
+    """Regression: the other one was named too, or alone, and both together are refused."""
+    message = refused(EngineArgs(max_model_len=200, prefix_granularity=4, **args))
+    assert message.endswith(f"lower it to 100, or raise {flag}"), message
+
+
 def test_a_pool_without_room_for_two_tokens_is_refused():
     tiny = msgspec.structs.replace(AMX, memory_available_bytes=4 * TOKEN_BYTES)
-    assert "0 tokens" in refused(EngineArgs(), device=tiny)
+    message = refused(EngineArgs(), device=tiny)
+    assert "0 tokens" in message and message.endswith("raise --kv-cache-memory-gb"), message
 
 
 def test_longer_context_when_permitted():

@@ -299,15 +299,14 @@ def _max_model_len(
             f"the context with --hf-overrides (rope_scaling), or set {LONGER_CONTEXT_VARIABLE}=1 if you accept wrong "
             "text beyond the context"
         )
+    sized_by = "--kv-cache-memory-gb" if args.max_total_tokens is None else "--max-total-tokens"
     if capacity is not None and capacity < 2:
-        raise ConfigError(
-            f"the KV cache would hold {capacity} tokens ({token_bytes} bytes a token); raise --kv-cache-memory-gb"
-        )
+        raise ConfigError(f"the KV cache would hold {capacity} tokens ({token_bytes} bytes a token); raise {sized_by}")
     if wanted is not None:
         if capacity is not None and wanted > capacity:
             raise ConfigError(
                 f"--max-model-len is {wanted}, but the KV cache holds {capacity} tokens ({token_bytes} bytes a token); "
-                f"lower it to {capacity}, or raise --max-total-tokens or --kv-cache-memory-gb"
+                f"lower it to {capacity}, or raise {sized_by}"
             )
         return wanted
     if capacity is not None and capacity < model.max_position:
