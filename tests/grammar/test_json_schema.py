@@ -136,3 +136,31 @@ def test_references_of_a_branch_that_is_left_out_are_left_out():
     links = {f"n{i}": {"anyOf": [{"$ref": f"#/$defs/n{i + 1}"}, {"type": "null"}]} for i in range(1000)}
     long = {"$ref": "#/$defs/n0", "$defs": {**links, "n1000": {"type": "integer"}}}
     assert len(rewrite_schema(long, "x")["$defs"]) == 1001
+
+
+@pytest.mark.parametrize("name", ["B with required constants", "('#/$defs/B',)", "B/required"])
+def test_a_changed_branch_of_one_of_has_a_name_that_no_user_can_write(name: str):
+    """B with its constant required was kept under a made-up pointer, which a user's own definition could have: that
+    one then was B."""
+    branch = {key: {"type": "object", "properties": {"k": {"const": key}}} for key in ("A", "B")}
+    union = {"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]}
+    spelled = name.replace("/", "~1")
+    schema = {
+        "properties": {"union": union, "own": {"$ref": f"#/$defs/{spelled}"}},
+        "$defs": {**branch, name: {"type": "integer"}},
+    }
+    done = rewrite_schema(schema, "x")
+    own = done["properties"]["own"]["$ref"].removeprefix("#/$defs/")
+    assert done["$defs"][own] == {"type": "integer"}
+    assert sum(each.get("required") == ["k"] for each in done["$defs"].values()) == 2
+
+
+def test_properties_may_have_the_names_of_keywords():
+    """A property named $ref was "malformed"; an anchor below a property named enum was not found."""
+    inner = {"$anchor": "x", "type": "integer"}
+    named = {"$ref": {"$ref": "#/$defs/a"}, "$anchor": {"type": "string"}, "enum": inner, "b": {"$ref": "#x"}}
+    done = rewrite_schema({"properties": named, "$defs": {"a": {"type": "null"}}}, "x")
+    found = {name: each.get("$ref", "").removeprefix("#/$defs/") for name, each in done["properties"].items()}
+    assert done["$defs"][found["$ref"]] == {"type": "null"}
+    assert done["$defs"][found["b"]] == {"type": "integer"}
+    assert rewrite_schema({"enum": [{"$ref": ["a"]}]}, "x") == {"enum": [{"$ref": ["a"]}]}

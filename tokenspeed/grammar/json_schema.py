@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote
 
 from tokenspeed.grammar.budget import Budget
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.name_pattern import NamePattern
 from tokenspeed.grammar.schema_disjoint import are_disjoint, telling_names
 from tokenspeed.grammar.schema_merge import ANNOTATIONS, EmptySchema, Schema, merge
+from tokenspeed.grammar.schema_pointers import Pointer, Pointers, place_of
 from tokenspeed.grammar.schema_strings import string_of, whole
 from tokenspeed.grammar.schema_types import (
     ARRAY_KEYWORDS,
@@ -56,9 +56,6 @@ UNSUPPORTED = {
 }
 """Keywords that are refused wherever they stand, and what to do instead."""
 
-_REQUIRED = " with required constants"
-"""Behind the pointer of a schema that has been changed so."""
-
 _COMBINERS = ("anyOf", "oneOf", "allOf", "$ref", "enum", "const")
 _KNOWN = frozenset(("type", *_COMBINERS, *STRING_KEYWORDS, *NUMBER_KEYWORDS, *ARRAY_KEYWORDS, *OBJECT_KEYWORDS))
 
@@ -91,13 +88,12 @@ class _Rewriter:
 
     def __init__(self, schema: Any, root: str) -> None:
         self._schema = schema
+        self._user = Pointers(schema)
         self._root = root
-        self._names: dict[str, str] = {}  # pointer -> name in $defs
-        self._pointers: dict[str, str] = {}  # the rewritten $ref -> pointer
-        self._changed: dict[str, Schema] = {}  # pointer -> what a user's schema has become as a branch of oneOf
-        self._anchors: dict[str, Schema] | None = None
+        self._names: dict[Pointer, str] = {}  # pointer -> name in $defs
+        self._pointers: dict[str, Pointer] = {}  # the rewritten $ref -> pointer
         self._budget = Budget()
-        self._targets: dict[str, Schema | EmptySchema] = {}  # pointer -> rewritten, or why nothing obeys it
+        self._targets: dict[Pointer, Schema | EmptySchema] = {}  # pointer -> rewritten, or why nothing obeys it
         self._outer_depth = 0  # of the references that the schema under work is reached by
         self._num_nodes = 0
 
@@ -150,40 +146,14 @@ class _Rewriter:
 
     # ---- references and combinations ------------------------------------------------------------------------------
 
-    def _resolve(self, pointer: Any, where: str) -> Any:
-        if not isinstance(pointer, str) or not pointer.startswith("#"):
-            raise GrammarError(f"{where}/$ref: {pointer!r} is not inside this schema; only #... can be followed")
-        if pointer[1:] and pointer[1] != "/":
-            return self._anchor(pointer, where)
-        if pointer in self._changed:
-            return self._changed[pointer]
-        node = self._schema
-        for step in pointer.split("/")[1:]:
-            step = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(node, list) and step.isdigit() and int(step) < len(node):
-                node = node[int(step)]
-            elif isinstance(node, dict) and step in node:
-                node = node[step]
-            else:
-                raise GrammarError(f"{where}/$ref: there is no {pointer} in this schema")
-        return node
-
-    def _anchor(self, pointer: str, where: str) -> Any:
-        """The schema that has this name as its `$anchor`."""
-        if self._anchors is None:
-            self._anchors = dict(_anchors(self._schema))
-        if unquote(pointer[1:]) not in self._anchors:
-            raise GrammarError(f"{where}/$ref: no schema inside this one has the $anchor {pointer[1:]!r}")
-        return self._anchors[unquote(pointer[1:])]
-
     def _reference(self, pointer: Any, where: str) -> str:
-        target, seen = self._resolve(pointer, where), {pointer}
+        target, seen = self._user.resolve(pointer, where), {pointer}
         while isinstance(target, dict) and "$ref" in target and not set(target) & (_KNOWN - {"$ref"}):
             pointer = target["$ref"]
             if pointer in seen:
                 raise GrammarError(f"{where}/$ref: {pointer} leads only back to itself")
             seen.add(pointer)
-            target = self._resolve(pointer, where)
+            target = self._user.resolve(pointer, where)
         if pointer not in self._names:
             self._names[pointer] = f"d{len(self._names)}"
         reference = f"{self._root}/$defs/{self._names[pointer]}"
@@ -197,7 +167,7 @@ class _Rewriter:
         if "$ref" in node:
             if not parts and not rest:
                 return node
-            parts.append(self._resolve(node["$ref"], where))
+            parts.append(self._user.resolve(node["$ref"], where))
         for place, part in enumerate(parts):
             at = f"{where}/allOf/{place}"
             self._count_node()  # references inside references can double with every step
@@ -210,7 +180,7 @@ class _Rewriter:
             part = {key: value for key, value in part.items() if key in _KNOWN}
             if "$ref" in part:  # one reference inside a merge has to be opened
                 target = part.pop("$ref")
-                rest = merge(rest, {**part, "allOf": [self._resolve(target, at)]}, at)
+                rest = merge(rest, {**part, "allOf": [self._user.resolve(target, at)]}, at)
             else:
                 rest = merge(rest, part, at)
         return rest
@@ -265,7 +235,7 @@ class _Rewriter:
     def _raw(self, branch: Any, where: str) -> Any:
         """A branch as it was written, behind its reference."""
         if isinstance(branch, dict) and branch.keys() & _KNOWN == {"$ref"}:
-            return self._resolve(branch["$ref"], where)
+            return self._user.resolve(branch["$ref"], where)
         return branch
 
     def _with_required(self, branch: Schema, opened: Schema, names: list[str]) -> Schema:
@@ -277,11 +247,9 @@ class _Rewriter:
         if opened is branch:
             return changed
         # A schema of its own, to be referred to: what it refers to may lead back to it.
-        pointer = f"{branch['$ref']}{_REQUIRED}"
-        self._changed[pointer] = changed
-        return {"$ref": pointer}
+        return {"$ref": self._user.changed(branch["$ref"], changed)}
 
-    def _check_target(self, pointer: str, depth: int) -> None:
+    def _check_target(self, pointer: Pointer, depth: int) -> None:
         """Rewrite what a reference points to, to raise EmptySchema where the reference stands when nothing obeys it."""
         if pointer not in self._targets and self._outer_depth + depth <= MAX_DEPTH:
             self._targets[pointer] = {}  # meanwhile, for references back to it
@@ -295,19 +263,21 @@ class _Rewriter:
         if isinstance(target, EmptySchema):
             raise target
 
-    def _target(self, pointer: str) -> Schema:
-        node = self._node(self._resolve(pointer, pointer), pointer, 0)
+    def _target(self, pointer: Pointer) -> Schema:
+        where = place_of(pointer)
+        node = self._node(self._user.resolve(pointer, where), where, 0)
         if node is False:
-            raise EmptySchema(f"{pointer}: it is referred to, but allows no value")
+            raise EmptySchema(f"{where}: it is referred to, but allows no value")
         assert isinstance(node, dict)
         return node
 
-    def _references(self, node: Any) -> Iterator[str]:
+    def _references(self, node: Any) -> Iterator[Pointer]:
         """The pointers that a rewritten schema refers to."""
         for child in node if isinstance(node, list) else node.values() if isinstance(node, dict) else ():
             yield from self._references(child)
-        if isinstance(node, dict) and node.get("$ref") in self._pointers:
-            yield self._pointers[node["$ref"]]
+        reference = node.get("$ref") if isinstance(node, dict) else None
+        if isinstance(reference, str) and reference in self._pointers:  # else a property of that name
+            yield self._pointers[reference]
 
     def _check_disjoint(self, branches: list[Schema], where: str) -> None:
         """Any match is the only match when no value can match two branches."""
@@ -322,7 +292,7 @@ class _Rewriter:
         pointer = self._pointers.get(branch.get("$ref", ""))
         if pointer is None:
             return branch
-        target = self._resolve(pointer, where)
+        target = self._user.resolve(pointer, where)
         return target if isinstance(target, dict) and "allOf" not in target else {}
 
     # ---- one type -------------------------------------------------------------------------------------------------
@@ -467,19 +437,6 @@ class _Rewriter:
 
 
 # ---- rules without references ---------------------------------------------------------------------------------------
-
-
-def _anchors(node: Any) -> Iterator[tuple[str, Schema]]:
-    """Names of schemas, the first of a name last."""
-    if isinstance(node, dict):
-        for key in reversed(node):
-            if key not in ("enum", "const", "default", "examples"):
-                yield from _anchors(node[key])
-        if isinstance(node.get("$anchor"), str):
-            yield node["$anchor"], node
-    elif isinstance(node, list):
-        for each in reversed(node):
-            yield from _anchors(each)
 
 
 def is_never(node: Schema) -> bool:
