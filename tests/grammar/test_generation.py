@@ -134,8 +134,7 @@ async def test_every_schema_is_obeyed(engine: Engine, seed: int | None):
         assert done.finish_reason == "stop", (name, done.text)
         instance = json.loads(done.text)
         checker = jsonschema.Draft202012Validator(value, format_checker=jsonschema.FormatChecker(["date", "ipv4"]))
-        if name != "date":  # 2023-02-30 has the form of a date; the form is what is enforced
-            checker.validate(instance)
+        checker.validate(instance)
     assert await engine.client.command("check") == (True, None)
 
 
