@@ -63,6 +63,15 @@ FORMATS: list[tuple[Any, str]] = [
     ({"type": "any_text", "excludes": "a"}, "format/excludes: a list of texts"),
     ({"type": "dispatch", "rules": [["", {"type": "any_text"}]]}, "format/rules/0/0: the text that a rule is for"),
     ({"type": "json_schema", "json_schema": {}, "max_whitespace_cnt": -1}, "max_whitespace_cnt"),
+    # The bug: for each character a worker walked the vocabulary, until its time was up after 30 s.
+    ({"type": "any_text", "excludes": ["x" * 60_000]}, "has 60000 characters, the limit is 256"),
+    ({"type": "any_text", "excludes": ["x"] * 33}, "holds 33 texts, the limit is 32"),
+    ({"type": "json_schema", "json_schema": {}, "excludes": ["x" * 65]}, "has 65 characters, the limit is 64"),
+    ({"type": "dispatch", "rules": [["a", {"type": "any_text"}]], "excludes": ["x" * 257]}, "the limit is 256"),
+    ({"type": "sequence", "elements": [{"type": "any_text", "excludes": ["x" * 205]}] * 5}, "1025 characters"),
+    ({"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "x" * 8193}, "the limit is 8192"),
+    ({"type": "dispatch", "rules": [[f"{'x' * 90}{n}", {"type": "any_text"}] for n in range(100)]}, "limit is 8192"),
+    ({"type": "repeat", "min": 1, "max": 10**18, "content": {"type": "any_text"}}, "the limit is 2147483647"),
     ({"type": "json_schema"}, "json_schema is missing"),
     ({"type": "regex", "pattern": 1}, "pattern: a regular expression"),
     ([], "format: a format is an object, not list"),
@@ -76,6 +85,15 @@ def test_what_a_structural_tag_asks_for_is_held_or_refused(form: Any, words: str
     assert words in raised.value.message and raised.value.param == "tag"
     with pytest.raises(InvalidRequest, match="no key 'stuff'"):
         make_spec("structural_tag", {"format": {"type": "any_text"}, "stuff": 1}, "tag")
+
+
+def test_what_hundreds_of_tools_need_is_within_the_limits() -> None:
+    tag = {"type": "tag", "content": {"type": "any_text"}, "end": "</tool_call>"}
+    tags = [{**tag, "begin": f"<tool_call>tool_{n}"} for n in range(500)]
+    form = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": tags, "excludes": ["</think>", "<|im_end|>"]}
+    assert make_spec("structural_tag", {"format": form}, "tag").kind == "structural_tag"
+    form = {"type": "dispatch", "rules": [[f"<function=tool_number_{n}>", {"type": "any_text"}] for n in range(250)]}
+    assert make_spec("structural_tag", {"format": form}, "tag").kind == "structural_tag"
 
 
 QWEN_XML: list[dict[str, Any]] = [{"type": "json_schema", "style": "qwen_xml"}, {"type": "qwen_xml_parameter"}]

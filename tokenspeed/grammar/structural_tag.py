@@ -13,6 +13,7 @@ from tokenspeed.grammar.forms import MAX_WHITESPACE, Form
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.json_schema import rewrite_schema
 from tokenspeed.grammar.patterns import check_pattern
+from tokenspeed.grammar.sought_texts import check_sought
 
 MAX_DEPTH = 48  # of formats inside formats
 MAX_GRAMMAR_CHARS = 64 << 10
@@ -65,7 +66,9 @@ def checked_tag(tag: Mapping[str, Any], param: str) -> dict[str, Any]:
     _known(tag.keys(), ("type", "format"), "a structural tag")
     if "format" not in tag:
         raise GrammarError("a structural tag has a format")
-    return {"type": "structural_tag", "format": _format(tag["format"], "format", param, 0)}
+    form = _format(tag["format"], "format", param, 0)
+    check_sought(form)
+    return {"type": "structural_tag", "format": form}
 
 
 def _format(node: Any, where: str, param: str, depth: int, default: str | None = None) -> Form:

@@ -151,7 +151,7 @@ class XGrammarBackend:
             case "ebnf":
                 return compiler.compile_grammar(text)
             case "structural_tag" | "token_tag":
-                tag = _spelled_out(_with_ids(json.loads(text), self._vocabulary))
+                tag = _spelled_out(_with_ids(json.loads(text), _Ids(self._vocabulary)))
                 text = json.dumps(tag)
                 if not _LENGTHS.search(json.dumps(list(_tag_schemas(tag)))):
                     return compiler.compile_structural_tag(text)
@@ -302,7 +302,36 @@ def _spelled_out(tag: Any) -> Any:
     return {"type": "grammar", "grammar": text}
 
 
-def _with_ids(tag: Any, vocabulary: Vocabulary) -> Any:
+class _Ids:
+    """Ids by the spelling of a token, special tokens first: read off the vocabulary once for all names of a tag, of
+    which there may be thousands."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._by_spelling: dict[bytes, int] | None = None
+
+    def of(self, token: Any) -> Any:
+        """A name's id; what is no name stays.
+
+        Raises:
+            GrammarError: no token is spelled so.
+        """
+        if not isinstance(token, str):
+            return token
+        if self._by_spelling is None:
+            tokens = self._vocabulary.tokens
+            ids = {tokens[token_id]: token_id for token_id in range(len(tokens) - 1, -1, -1)}  # the first one wins
+            special = (*self._vocabulary.special_ids, *self._vocabulary.eos_token_ids)
+            ids.update((tokens[token_id], token_id) for token_id in reversed(special))
+            ids.pop(b"", None)
+            self._by_spelling = ids
+        token_id = self._by_spelling.get(token.encode("utf-8", "surrogatepass"))
+        if token_id is None:
+            raise GrammarError(f"no token is spelled {token[:100]!r}; name it by its id")
+        return token_id
+
+
+def _with_ids(tag: Any, ids: _Ids) -> Any:
     """A structural tag in which tokens that are named by their spelling are named by their id: the library knows no
     spelling where it makes a grammar of a tag.
 
@@ -310,32 +339,18 @@ def _with_ids(tag: Any, vocabulary: Vocabulary) -> Any:
         GrammarError: no token is spelled so.
     """
     if isinstance(tag, list):
-        return [_with_ids(each, vocabulary) for each in tag]
+        return [_with_ids(each, ids) for each in tag]
     if not isinstance(tag, dict):
         return tag
     done = {}
     for key, value in tag.items():
         if key in _TOKENS:
-            done[key] = [_id_of(each, vocabulary) for each in value] if isinstance(value, list) else value
-            done[key] = _id_of(done[key], vocabulary)
+            done[key] = [ids.of(each) for each in value] if isinstance(value, list) else ids.of(value)
         elif key == "rules" and tag.get("type") == "token_dispatch":
-            done[key] = [[_id_of(token, vocabulary), _with_ids(form, vocabulary)] for token, form in value]
+            done[key] = [[ids.of(token), _with_ids(form, ids)] for token, form in value]
         else:
-            done[key] = value if key == "json_schema" else _with_ids(value, vocabulary)
+            done[key] = value if key == "json_schema" else _with_ids(value, ids)
     return done
-
-
-def _id_of(token: Any, vocabulary: Vocabulary) -> Any:
-    if not isinstance(token, str):
-        return token
-    spelled = token.encode("utf-8", "surrogatepass")
-    special = (*vocabulary.special_ids, *vocabulary.eos_token_ids)
-    for token_id in special:
-        if vocabulary.tokens[token_id] == spelled:
-            return token_id
-    if not spelled or spelled not in vocabulary.tokens:
-        raise GrammarError(f"no token is spelled {token[:100]!r}; name it by its id")
-    return vocabulary.tokens.index(spelled)
 
 
 def _check_patterns(schema: Any) -> None:
