@@ -122,3 +122,44 @@ async def test_arguments_that_are_no_object_make_no_call(engine: FakeClient, nam
         stream = await http.post("/v1/messages", json={**messages, "stream": True})
         for each in (message, assembled(typed_events(stream.text))):
             assert (each["stop_reason"], of_blocks(each)) == ("end_turn", ("", text, []))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rest"),
+    [
+        (
+            "qwen",
+            '<tool_call>\n{"name":"f","arguments":{"a":1},"arguments":{"a":2}}\n</tool_call>',
+            '{"a":2}}\n</tool_call>',
+        ),
+        ("qwen", '<tool_call>\n{"name":"f","arguments":{"a":1} oops', "oops"),
+        ("mistral", '[TOOL_CALLS][{"name":"f","arguments":{"a":1} oops', "oops"),
+    ],
+)
+@pytest.mark.parametrize("one_call", [False, True])
+async def test_a_malformed_call_is_malformed_in_every_api(
+    engine: FakeClient, name: str, text: str, rest: str, one_call: bool
+):
+    """The bug: where its arguments happened to be JSON, Responses said `completed` and Messages gave a `tool_use` block
+    that had `end_turn` behind it; chat said `stop`."""
+    engine.reply, engine.max_model_len, engine.chunk = text, 10_000, 3
+    user, parallel = [{"role": "user", "content": "hi"}], {"parallel_tool_calls": not one_call}
+    function, flat = {"name": "f", "parameters": {"type": "object"}}, {"type": "function", "name": "f"}
+    chat = {"model": "tiny", "messages": user, "tools": [{"type": "function", "function": function}], **parallel}
+    choice = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": one_call}}
+    messages = {"model": "tiny", "max_tokens": 200, "messages": user, "tools": [{"name": "f", "input_schema": {}}]}
+    responses = {"input": "hi", "tools": [flat], **parallel}
+    async with http_client(engine, reasoning_parser="passthrough", tool_call_parser=name) as http:
+        answer = (await http.post("/v1/chat/completions", json=chat)).json()["choices"][0]
+        chunks = events((await http.post("/v1/chat/completions", json={**chat, "stream": True})).text)
+        for each in (of_choice(answer), of_chunks(chunks)[0]):
+            assert (each.finish_reason, each.content, len(each.calls)) == ("stop", rest, 1)
+        whole = (await http.post("/v1/responses", json=responses)).json()
+        streamed = typed_events((await http.post("/v1/responses", json={**responses, "stream": True})).text)
+        for response in (whole, streamed[-1]["response"]):
+            found = [(item["type"], item["status"]) for item in response["output"]]
+            assert found == [("function_call", "incomplete"), ("message", "completed")]
+        message = (await http.post("/v1/messages", json={**messages, **choice})).json()
+        assert (message["stop_reason"], of_blocks(message)) == ("end_turn", ("", rest, []))
+        stream = await http.post("/v1/messages", json={**messages, **choice, "stream": True})
+        assert assembled(typed_events(stream.text))["stop_reason"] == "end_turn"

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from tokenspeed.server.blocks import Blocks, Closed, Grown, Opened, Step
 from tokenspeed.server.carried import pack, unpack
-from tokenspeed.text.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCallArguments, ToolCallStart
+from tokenspeed.text.parsers.interface import (
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+    ToolCallAbandoned,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from tokenspeed.text.parsers.model_json import json_object
 
 CALL: list[Delta] = [ToolCallStart(0, "c0", "f"), ToolCallArguments(0, '{"a"'), ToolCallArguments(0, ": 1}")]
@@ -42,9 +49,16 @@ def test_white_space_alone_is_no_block(space: str):
 def test_what_the_limit_cut_is_not_whole():
     assert [block.whole for block in closed([ReasoningDelta("hm"), ContentDelta("a")], cut=True)] == [True, False]
     assert [block.whole for block in closed(CALL, cut=True)] == [False]
-    assert [block.whole for block in closed(CALL[:2])] == [False]  # the model ended in the middle of a call
-    assert [block.whole for block in closed([ToolCallStart(0, "c", "f"), ToolCallArguments(0, "[1]")])] == [False]
+    assert [block.whole for block in closed([*CALL[:2], ToolCallAbandoned(0)])] == [False]
     assert closed([]) == []
+
+
+def test_what_the_parser_abandoned_is_not_whole():
+    """The bug: a call was whole when its arguments were JSON, whatever was wrong with the rest of it."""
+    again: list[Delta] = [ToolCallStart(1, "c1", "f"), ToolCallArguments(1, "{}")]
+    found = closed([*CALL, ToolCallAbandoned(0), ContentDelta("oops"), *again])
+    assert [(block.kind, block.whole) for block in found] == [("call", False), ("text", True), ("call", True)]
+    assert [block.whole for block in closed([*CALL, *again, ToolCallAbandoned(1)])] == [True, False]
 
 
 PIECES = st.one_of(

@@ -11,7 +11,7 @@ from test_responses_api import CALLS, typed_events
 
 from tokenspeed.engine.interface import GenerationEvent
 from tokenspeed.server.turn_reader import TurnReader
-from tokenspeed.text.parsers.interface import ParseContext, ToolCallStart, ToolSpec
+from tokenspeed.text.parsers.interface import ParseContext, ToolCallAbandoned, ToolCallStart, ToolSpec, assemble
 from tokenspeed.text.parsers.registry import reasoning_formats, tool_formats
 
 RESPONSES: dict[str, Any] = {"input": "hi", "stream": True}
@@ -65,3 +65,29 @@ def test_what_failed_is_no_call(reason: Any, told: str, one_call: bool):
     delta = reader.read(GenerationEvent(0, text=CALLS, token_ids=list(CALLS.encode()), finish_reason=reason))
     assert any(isinstance(each, ToolCallStart) for each in delta.deltas)
     assert delta.finish_reason == told and reader.is_done()
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_one_call_that_is_malformed_is_not_made_good_by_the_next(size: int):
+    """The bug: where both came in one event, the second call made the end of the first `tool_calls`."""
+    reader = TurnReader(
+        reasoning_formats()["passthrough"],
+        tool_formats()["qwen"],
+        ParseContext(tools=(ToolSpec("weather"),)),
+        num_choices=1,
+        parses_calls=True,
+        one_call=True,
+        separate_reasoning=True,
+        stream_reasoning=True,
+        counting=ByteTokenizer(),
+        skips_special_tokens=True,
+    )
+    text = '<tool_call>{"name": "weather", "arguments": {}, "name": "x"}</tool_call>' + CALLS
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    deltas, told = [], None
+    for part in parts:
+        if told is None:
+            read = reader.read(GenerationEvent(0, text=part, token_ids=list(part.encode())))
+            deltas, told = deltas + read.deltas, read.finish_reason
+    assert told == "stop" and sum(isinstance(each, ToolCallStart) for each in deltas) == 1
+    assert assemble(deltas).content.startswith('"x"}</tool_call>') and ToolCallAbandoned(0) in deltas

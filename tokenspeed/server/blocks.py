@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from tokenspeed.text.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCallStart
-from tokenspeed.text.parsers.model_json import json_object
+from tokenspeed.text.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCallAbandoned, ToolCallStart
 
 BlockKind = Literal["reasoning", "text", "call"]
 
@@ -41,7 +40,7 @@ class Closed:
 
     Fields:
         text: all of it.
-        whole: nothing cut it. A call is whole when its arguments are a JSON object, too.
+        whole: nothing cut it, and of a call: the parser has not abandoned it.
     """
 
     index: int
@@ -63,6 +62,7 @@ class Blocks:
         self._num_opened = 0
         self._open: Opened | None = None
         self._parts: list[str] = []
+        self._is_abandoned = False
         self._held = ""
         self._held_kind: BlockKind = "text"
 
@@ -77,6 +77,8 @@ class Blocks:
                     self._grow(steps, "text", text)
                 case ToolCallStart():
                     self._start(steps, "call", delta.id, delta.name)
+                case ToolCallAbandoned():
+                    self._is_abandoned = True
                 case _:
                     self._more(steps, delta.fragment)
         return steps
@@ -118,8 +120,8 @@ class Blocks:
         if self._open is None:
             return
         block, text = self._open, "".join(self._parts)
-        if block.kind == "call":
-            whole = whole and json_object(text) is not None
+        whole = whole and not self._is_abandoned
         steps.append(Closed(block.index, block.kind, text, whole, block.call_id, block.name))
         self._open = None
+        self._is_abandoned = False
         self._parts.clear()

@@ -11,6 +11,7 @@ from tokenspeed.text.parsers.interface import (
     ReasoningDelta,
     ReasoningFormat,
     SpecialTokens,
+    ToolCallAbandoned,
     ToolCallArguments,
     ToolCallStart,
     ToolFormat,
@@ -40,6 +41,7 @@ class _Choice:
     pipeline: ParserPipeline
     held: list[str] = field(default_factory=list)  # reasoning that comes in one piece
     has_call: bool = False
+    is_abandoned: bool = False  # the first call
     has_ended: bool = False  # by itself, or because nothing more is wanted of it
 
 
@@ -119,7 +121,8 @@ class TurnReader:
 def _until_first_call(choice: _Choice, deltas: list[Delta], reason: str | None) -> tuple[list[Delta], str | None]:
     """The deltas up to the end of the first call, and the reason with which the sequence ends there. Behind a malformed
     call, its text goes on up to the next."""
-    is_whole = choice.pipeline.num_whole_calls > 0
+    choice.is_abandoned |= ToolCallAbandoned(0) in deltas
+    is_whole = choice.pipeline.num_whole_calls > 0 and not choice.is_abandoned
     kept: list[Delta] = []
     for delta in deltas:
         if isinstance(delta, ToolCallStart):

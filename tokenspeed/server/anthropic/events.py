@@ -134,7 +134,7 @@ class MessageWriter:
     Args:
         omits_thinking: thinking blocks come without text; the signature carries it.
     Attributes:
-        message: all of it, after `finish`. A call that was cut off is not in it: such a block would have no input.
+        message: all of it, after `finish`. A call that was cut off or is malformed is not in it.
     """
 
     def __init__(self, message_id: str, model: str, omits_thinking: bool) -> None:
@@ -157,8 +157,6 @@ class MessageWriter:
         """The last events."""
         steps = self._blocks.finish(cut=stop.stop_reason == "max_tokens")
         events = [event for step in steps for event in self._events(step)]
-        if stop.stop_reason == "tool_use" and not any(isinstance(block, AnsweredToolUse) for block in self._content):
-            stop = StopDelta(stop_reason="end_turn")  # the arguments were JSON, but no object
         self.message = MessageObject(
             id=self._id,
             model=self._model,

@@ -19,6 +19,7 @@ from tokenspeed.text.parsers.interface import (
     ContentDelta,
     Delta,
     ReasoningDelta,
+    ToolCallAbandoned,
     ToolCallArguments,
     ToolCallStart,
     assemble,
@@ -96,7 +97,7 @@ class _News:
     last: TurnDelta | None = None
 
     def add(self, news: TurnDelta) -> None:
-        self.deltas += news.deltas
+        self.deltas += _shown(news.deltas)
         self.token_ids += news.event.token_ids
         self.logprobs += news.event.logprobs
         self.last = news
@@ -215,7 +216,7 @@ class ChatWriter:
             out = self._open(choice) + end
             self._opened.add(choice)
         if self._rules.is_plain and self._rules.interval <= 1:
-            for delta in news.deltas:
+            for delta in _shown(news.deltas):
                 out += self._chunk(choice, delta) + end
         else:
             out += self._gather(choice, news, end)
@@ -262,6 +263,11 @@ class ChatWriter:
         return out
 
 
+def _shown(deltas: list[Delta]) -> list[Delta]:
+    """Without what chat has no words for: `finish_reason` says that a call was abandoned."""
+    return [delta for delta in deltas if not isinstance(delta, ToolCallAbandoned)]
+
+
 def _delta_json(delta: Delta) -> bytes:
     """The inside of `delta`."""
     match delta:
@@ -277,3 +283,5 @@ def _delta_json(delta: Delta) -> bytes:
             )
         case ToolCallArguments(index, fragment):
             return b'"tool_calls":[{"index":%d,"function":{"arguments":%s}}]' % (index, encode_json(fragment))
+        case ToolCallAbandoned():
+            raise AssertionError("not shown")

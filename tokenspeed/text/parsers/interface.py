@@ -48,7 +48,15 @@ class ToolCallArguments:
     fragment: str
 
 
-Delta = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments
+@dataclass(frozen=True, slots=True)
+class ToolCallAbandoned:
+    """Call `index` has no proper end: it is malformed or was cut. What was given of it is all there is; it is not to be
+    executed, even if its arguments happen to be whole."""
+
+    index: int
+
+
+Delta = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments | ToolCallAbandoned
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from tokenspeed.text.parsers.interface import (
     Delta,
     ParseContext,
     ReasoningDelta,
+    ToolCallAbandoned,
     ToolCallArguments,
     ToolCallStart,
     ToolSpec,
@@ -126,6 +127,7 @@ class Output:
         if self._call_open:
             self._call_open = False
             self.incomplete = True
+            self._deltas.append(ToolCallAbandoned(self.num_calls - 1))
 
     def cut(self) -> None:
         """A forced call was cut before it could begin; its text is markup."""
@@ -135,7 +137,7 @@ class Output:
         """The text has ended. A call whose arguments are whole only lacks markup (the stop token took its
         place), unless the length limit cut it."""
         if self._call_open and (finish_reason == "length" or not self.has_arguments):
-            self.incomplete = True
+            self.abandon()
         self._call_open = False
         space = "".join(self._space)
         self._space.clear()
@@ -150,7 +152,7 @@ def join_neighbours(deltas: Iterable[Delta]) -> list[Delta]:
 
 def _kind(delta: Delta) -> tuple[str, int]:
     # Starts never join: each has its own index, and its arguments come between.
-    return type(delta).__name__, delta.index if isinstance(delta, ToolCallStart | ToolCallArguments) else -1
+    return type(delta).__name__, -1 if isinstance(delta, ContentDelta | ReasoningDelta) else delta.index
 
 
 def _joined(group: list[Delta]) -> Delta:
