@@ -1,16 +1,16 @@
-"""A GPU runner to test, with stand-ins where there is no GPU: `torch.cuda` does everything at once, a graph remembers
-the forward that was recorded, and every kernel is the reference."""
+"""A GPU runner to test, with stand-ins where there is no GPU: streams and copies are those of `late_device`, a graph
+remembers the forward that was recorded, and every kernel is the reference."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from late_device import LateDevice, late_device
 from runner_support import PAGE_SIZE, random_model, tiny_model
 
 from tokenspeed.attention.paged import PagedAttentionBackend
@@ -21,7 +21,6 @@ from tokenspeed.kernels.slot_ops import SlotOps
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.protocol.step import RowResult, StepPlan, StepResult
-from tokenspeed.runner import cuda_runner, launched_step
 from tokenspeed.runner.cuda_runner import CudaModelRunner, GraphPlan
 from tokenspeed.runner.decode_graphs import DecodeGraphs
 from tokenspeed.runner.interface import Pending
@@ -39,7 +38,13 @@ BOTH_WAYS = pytest.mark.parametrize("graphs", [GraphPlan(), GraphPlan(sizes=(1, 
 
 
 class Recording:
-    """A `Recorder`, and its graphs: replaying runs the forward again on its recorded buffers."""
+    """A `Recorder`, and its graphs: replaying runs the forward again on its recorded buffers.
+
+    Fields:
+        device: where there is no GPU, who stands for it.
+    """
+
+    device: LateDevice
 
     def __init__(self) -> None:
         self.num_replays: dict[str, int] = {}
@@ -65,42 +70,12 @@ class RecordedStep:
             old.copy_(new)
 
 
-class AtOnce:
-    """A stream or an event of a device that is never behind."""
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record(self, _: Any) -> None: ...
-
-
-class UnpinnedTorch:
-    """torch, whose memory is pinned nowhere, and whose GPU is the CPU."""
-
-    cuda = SimpleNamespace(
-        Stream=AtOnce,
-        Event=AtOnce,
-        stream=lambda _: contextlib.nullcontext(),
-        default_stream=lambda _: AtOnce(),
-        current_stream=lambda _: AtOnce(),
-    )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def empty(self, *shape: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-        assert pin_memory
-        return torch.empty(*shape, dtype=dtype)
-
-
 @pytest.fixture(name="recording")
-def recording_fixture(monkeypatch: pytest.MonkeyPatch) -> Recording:
+def recording_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     recording = Recording()
     if ON_GPU:
-        return recording
-    monkeypatch.setattr(cuda_runner, "torch", UnpinnedTorch())
-    monkeypatch.setattr(launched_step, "torch", UnpinnedTorch())
+        yield recording
+        return
     for kind in (DecodeGraphs, PrefillGraphs):
 
         def remember(self: Any, *buffers: Any, forward: Any = kind._forward) -> Any:
@@ -109,7 +84,8 @@ def recording_fixture(monkeypatch: pytest.MonkeyPatch) -> Recording:
             return kept
 
         monkeypatch.setattr(kind, "_forward", remember)
-    return recording
+    with late_device(monkeypatch) as recording.device:
+        yield recording
 
 
 def slot_ops() -> SlotOps:

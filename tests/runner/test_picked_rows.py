@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from late_device import OVERWRITTEN, late_device
 
 from tokenspeed.runner.picked_rows import ALIGNED, PickedGroup, PickedRoom
 
@@ -43,3 +44,19 @@ def test_every_row_of_a_step_has_room(sizes: list[int]) -> None:
         for group, (mine, has_masks) in zip(groups, kinds, strict=True):
             assert_sent(group, mine, has_masks)
         room.clear()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the device is late as it is")
+def test_what_is_launched_behind_a_group_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device whose copies arrive when something waits for them. A room that is cleared before the device has read
+    it is found out."""
+    with late_device(monkeypatch) as device:
+        room = PickedRoom(5, VOCAB, DEVICE)
+        assert_sent(filled(room, [9, 4, 7], has_masks=True), [9, 4, 7], has_masks=True)
+        device.current.synchronize()
+        room.clear()
+        assert_sent(filled(room, [5, 6], has_masks=False), [5, 6], has_masks=False)
+        room.clear()
+        filled(room, [8, 3], has_masks=False)
+        with pytest.raises(AssertionError, match=OVERWRITTEN):
+            device.current.synchronize()

@@ -7,6 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 
+def has_own_memory(device: torch.device) -> bool:
+    """Whether the device does not see what the host writes, and copies from page-locked memory directly."""
+    return device.type == "cuda"
+
+
 def to_device(
     values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]],
     dtype: torch.dtype,
@@ -25,7 +30,7 @@ def send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def staging_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     """uint8 [nbytes] on the host, page-locked where `device` copies from such memory directly."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=has_own_memory(device))
 
 
 def upload(source: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
@@ -44,17 +49,21 @@ def upload(source: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
 
 class SideCopy:
     """Copies from page-locked memory to `device` on a stream of their own, while the current one is busy. What is
-    launched on the current stream afterwards sees them."""
+    launched on the current stream afterwards sees them.
+
+    Fields:
+        is_beside: False for a device that sees the host's memory: copies are then made at once.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_beside = device.type == "cuda"
-        if self._is_beside:
+        self.is_beside = has_own_memory(device)
+        if self.is_beside:
             self._stream = torch.cuda.Stream(device)
             self._arrived = torch.cuda.Event()
 
     def __call__(self, source: torch.Tensor, out: torch.Tensor) -> None:
         """`out` must not be in use: nothing that was launched before is waited for."""
-        if not self._is_beside:
+        if not self.is_beside:
             out.copy_(source)
             return
         with torch.cuda.stream(self._stream):

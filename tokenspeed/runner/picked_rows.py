@@ -81,8 +81,9 @@ class PickedRoom:
         size = num_rows * (ROW + PADDING + self._num_words)
         self._host = staging_buffer(4 * size, device).view(torch.int32)
         self._numbers: NDArray[np.int32] = self._host.numpy()
-        self._device = self._host if device.type == "cpu" else torch.empty(size, dtype=torch.int32, device=device)
         self._copy = SideCopy(device)
+        has_two_sides = self._copy.is_beside
+        self._device = torch.empty(size, dtype=torch.int32, device=device) if has_two_sides else self._host
         self._used = 0
 
     def clear(self) -> None:
