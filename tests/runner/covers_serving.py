@@ -14,6 +14,7 @@ from tokenspeed.config.model import ModelConfig, MoeConfig
 from tokenspeed.config.quantization import QuantizationConfig
 from tokenspeed.config.rope import RopeConfig
 from tokenspeed.runner import trial_steps
+from tokenspeed.runner.compile_start import twin_model
 from tokenspeed.runner.warm_up import representatives, warm_up_plans
 
 SEQS, CONTEXT, BUDGET, PAGE = 256, 8192, 8192, 64
@@ -22,7 +23,7 @@ SEQS, CONTEXT, BUDGET, PAGE = 256, 8192, 8192, 64
 def shape(architecture: str, sizes: tuple[int, ...], **others: object) -> ModelConfig:
     hidden, inner, heads, kv_heads, head_dim, vocab = sizes
     return ModelConfig(
-        architecture=architecture, hidden_size=hidden, intermediate_size=inner, num_layers=2, num_heads=heads,
+        architecture=architecture, hidden_size=hidden, intermediate_size=inner, num_layers=4, num_heads=heads,
         num_kv_heads=kv_heads, head_dim=head_dim, vocab_size=vocab, max_position=CONTEXT, rms_norm_eps=1e-6,
         rope=RopeConfig(), **others,
     )  # fmt: skip
@@ -36,7 +37,7 @@ MODELS = {
     ),
     "gpt-oss-20b": shape(
         "GptOssForCausalLM", (2880, 2880, 64, 8, 64, 201088), attention_bias=True, o_bias=True, attention_sinks=True,
-        layer_windows=(128, None),
+        layer_windows=(128, None) * 2,
         quantization=QuantizationConfig(method="mxfp4", granularity="group", activations="none"),
         moe=MoeConfig(
             num_experts=32, top_k=4, intermediate_size=2880, scoring="topk_softmax", router="router", router_bias=True,
@@ -50,13 +51,14 @@ def missing(model: str, seed: int) -> set[Variant]:
     rng = random.Random(seed)
     ladder, prompts = capture_ladder(SEQS), prefill_ladder(MAX_PREFILL_TOKENS)
     with pytest.MonkeyPatch.context() as patch, absent_gpu(patch) as launched:
-        gpu = AbsentGpu(MODELS[model], SEQS, CONTEXT)
+        gpu = AbsentGpu(twin_model(MODELS[model]), SEQS, CONTEXT)
         has_experts = MODELS[model].moe is not None
         gpu.capture(representatives(ladder), representatives(prompts))
         for plan in warm_up_plans(SEQS, CONTEXT, BUDGET, PAGE, len(gpu.groups), has_experts):
             gpu.run(plan)
         known = set(launched)  # by the compile workers
         launched.clear()
+        gpu = AbsentGpu(MODELS[model], SEQS, CONTEXT)
         config = SimpleNamespace(
             max_num_batched_tokens=BUDGET,
             max_num_seqs=SEQS,

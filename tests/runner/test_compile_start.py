@@ -49,12 +49,13 @@ def sparse(num_layers: int, windows: tuple[int | None, ...], dense_layers: tuple
 @pytest.mark.parametrize(
     ("windows", "dense_layers", "count"),
     [
-        ((), (), 1),
+        ((), (), 2),  # the last layer's experts meet few tokens: another one's are wanted
         ((128, None) * 4, (), 2),
         ((128,) * 3 + (None,) * 5, (), 4),
-        ((), (0,), 2),
-        ((), (0, 1, 2), 4),
-        ((), tuple(range(8)), 1),
+        ((), (0,), 3),
+        ((), (0, 1, 2), 5),
+        ((), tuple(range(7)), 8),
+        ((), tuple(range(8)), 2),
         ((128, None) * 4, (0, 7), 8),
         ((128, None) * 4, (0, 1), 4),
     ],

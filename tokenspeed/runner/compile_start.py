@@ -172,7 +172,7 @@ def num_workers(config: EngineConfig) -> int:
 
 
 def twin(config: EngineConfig) -> EngineConfig:
-    """The same engine with a layer of each kind, random weights and a pool of one sequence."""
+    """The same engine with few layers (`twin_model`), random weights and a pool of one sequence."""
     has_experts = config.model.moe is not None
     batch_tokens = min(config.max_num_batched_tokens, max(EXPERT_TOKENS) if has_experts else TWIN_BATCH_TOKENS)
     plans = warm_up_plans(
@@ -181,7 +181,7 @@ def twin(config: EngineConfig) -> EngineConfig:
     num_pages = max(-(-config.max_model_len // config.page_size), plan_pages(plans))
     return msgspec.structs.replace(
         config,
-        model=_first_layers(config.model, num_kinds_prefix(config.model)),
+        model=twin_model(config.model),
         checkpoint=msgspec.structs.replace(config.checkpoint, format="config", weight_files=()),
         load_format="dummy",
         max_num_batched_tokens=batch_tokens,
@@ -194,6 +194,15 @@ def twin(config: EngineConfig) -> EngineConfig:
         seed=0,
         choices=(),
     )
+
+
+def twin_model(model: ModelConfig) -> ModelConfig:
+    """A layer of each kind, and one with experts that is not the last: of a prompt, the last layer computes only the
+    tokens that are asked for once all have attended, so its experts never meet many."""
+    count = num_kinds_prefix(model)
+    if model.moe is not None and not any(_has_experts(model, layer) for layer in range(count - 1)):
+        count = min(model.num_layers, count + 1)
+    return _first_layers(model, count)
 
 
 def num_kinds_prefix(model: ModelConfig) -> int:
