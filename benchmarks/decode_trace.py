@@ -6,9 +6,9 @@ Equal random prompts decode greedily; once every request has begun, the host's t
 profiler, then 13 steps are traced (`start_profile`, as on the server), of which ten pairs of replays are looked at.
 Host time is processor time of the engine's thread: the loop (schedule, read results, encode and send), launching, and
 making the result once the device is done; waiting for it is left out. The engine is measured as it is served: in a
-process of its own (`clocked_engine.py`), the requests and their news on the server's channel. Until 2026-11-30 it ran
-on a thread beside the reader of the news, which shared its interpreter and caches; what was counted is the same.
-The last line is JSON. Needs a GPU.
+process of its own (`clocked_engine.py`), the requests and their news on the server's channel; a new one for each batch
+size, because a profiler leaves hooks behind that make every call of CUDA dearer for the host. The last line is JSON.
+Needs a GPU.
 """
 
 from __future__ import annotations
@@ -142,15 +142,17 @@ def main() -> None:
         skip_tokenizer_init=True,
         seed=0,
     )
-    try:
-        engine = Engine(configure(args))
-    except ConfigError as error:
-        raise SystemExit(str(error)) from None
     folder = asked.output_dir or tempfile.mkdtemp(prefix="tokenspeed-trace-")
-    try:
-        rows = [engine.measure(batch, asked.prompt_len, folder) for batch in batches]
-    finally:
-        engine.close()
+    rows = []
+    for batch in batches:
+        try:
+            engine = Engine(configure(args))
+        except ConfigError as error:
+            raise SystemExit(str(error)) from None
+        try:
+            rows.append(engine.measure(batch, asked.prompt_len, folder))
+        finally:
+            engine.close()
     print("batch   step us   host us   launch us   result us   traced: step us   gaps %   worst %   GPU idle %")
     for row in rows:
         trace = row.trace
