@@ -25,6 +25,6 @@ class Budget:
         self.num_steps -= num_steps
         if self.num_steps < 0:
             raise GrammarError(
-                f"the JSON schema takes more than {MAX_STEPS} comparisons to check (allOf, oneOf and patternProperties "
-                "multiply); make it smaller"
+                f"the JSON schema takes more than {MAX_STEPS} comparisons to check (allOf, anyOf, oneOf, uniqueItems, "
+                "patternProperties and patterns with lengths multiply); make it smaller"
             )

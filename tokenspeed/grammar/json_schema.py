@@ -19,6 +19,8 @@ from tokenspeed.grammar.name_pattern import NamePattern
 from tokenspeed.grammar.schema_disjoint import are_disjoint, telling_names
 from tokenspeed.grammar.schema_merge import ANNOTATIONS, EmptySchema, Schema, merge
 from tokenspeed.grammar.schema_pointers import Pointer, Pointers, place_of
+from tokenspeed.grammar.schema_shapes import malformed
+from tokenspeed.grammar.schema_size import SchemaSize
 from tokenspeed.grammar.schema_strings import string_of, whole
 from tokenspeed.grammar.schema_types import (
     ARRAY_KEYWORDS,
@@ -32,9 +34,11 @@ from tokenspeed.grammar.schema_types import (
     types_of,
 )
 from tokenspeed.grammar.schema_values import unique_arrays, values_of
+from tokenspeed.protocol.echo import json_type
 from tokenspeed.protocol.errors import InvalidRequest
 
 MAX_SCHEMA_CHARS = 128 << 10
+MAX_WRITTEN_CHARS = 2 * MAX_SCHEMA_CHARS  # of what it becomes: types and closed objects are spelled out
 MAX_DEPTH = 48
 MAX_NODES = 4000
 MAX_PROPERTIES = 256  # of one object: a mask of thousands of optional ones takes seconds
@@ -56,6 +60,10 @@ UNSUPPORTED = {
 }
 """Keywords that are refused wherever they stand, and what to do instead."""
 
+_GROWN = (
+    f"the JSON schema becomes longer than {MAX_WRITTEN_CHARS} characters where references, anyOf beside keywords, "
+    "uniqueItems, formats and required names without a property are written out; make it smaller"
+)
 _COMBINERS = ("anyOf", "oneOf", "allOf", "$ref", "enum", "const")
 _KNOWN = frozenset(("type", *_COMBINERS, *STRING_KEYWORDS, *NUMBER_KEYWORDS, *ARRAY_KEYWORDS, *OBJECT_KEYWORDS))
 
@@ -71,16 +79,17 @@ def rewrite_schema(schema: Any, param: str, root: str = "#") -> Schema:
         InvalidRequest: names the place and the keyword that cannot be used, or the limit that is passed.
     """
     try:
-        if len(json.dumps(schema)) > MAX_SCHEMA_CHARS:
-            raise GrammarError(f"the JSON schema is longer than {MAX_SCHEMA_CHARS} characters; make it smaller")
+        too_long = f"the JSON schema is longer than {MAX_SCHEMA_CHARS} characters; make it smaller"
+        SchemaSize(MAX_SCHEMA_CHARS, too_long).of(schema)
         return _Rewriter(schema, root).run()
     except GrammarError as error:
         raise InvalidRequest(str(error), param=param, code="invalid_schema") from None
     except RecursionError:
         raise InvalidRequest("the JSON schema is nested too deeply", param=param, code="invalid_schema") from None
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+    except (TypeError, ValueError, AttributeError, KeyError):
         # A keyword with a value of the wrong type that no check below names.
-        raise InvalidRequest(f"the JSON schema is malformed: {error}", param=param, code="invalid_schema") from None
+        why = malformed(schema) or "a keyword has a value that it cannot have"
+        raise InvalidRequest(f"the JSON schema is malformed: {why}", param=param, code="invalid_schema") from None
 
 
 class _Rewriter:
@@ -101,6 +110,8 @@ class _Rewriter:
         result = self._node(self._schema, "#", 0)
         if result is False:
             raise GrammarError("the JSON schema allows no value at all")
+        written = SchemaSize(MAX_WRITTEN_CHARS, _GROWN)  # before it is walked through: parts of it may be shared
+        num_chars = written.of(result)
         definitions: Schema = {}
         waiting = list(self._references(result))
         while waiting:
@@ -108,6 +119,9 @@ class _Rewriter:
             if self._names[pointer] not in definitions:
                 self._check_target(pointer, 0)
                 target = definitions[self._names[pointer]] = self._targets[pointer]
+                num_chars += written.of(target)
+                if num_chars > MAX_WRITTEN_CHARS:
+                    raise GrammarError(_GROWN)
                 waiting += self._references(target)
         return {**result, "$defs": definitions} if definitions else result
 
@@ -119,7 +133,7 @@ class _Rewriter:
         if isinstance(node, bool):
             return {} if node else False
         if not isinstance(node, dict):
-            raise GrammarError(f"{where}: a schema is an object or a boolean, not {type(node).__name__}")
+            raise GrammarError(f"{where}: a schema is an object or a boolean, not {json_type(node)}")
         if is_never(node):
             return False
         _check_keywords(node, where)
@@ -315,7 +329,7 @@ class _Rewriter:
         own = {key: value for key, value in node.items() if key in FAMILIES.get(name, ())}
         match name:
             case "string":
-                own = string_of(own, where)
+                own = string_of(own, where, self._budget)
             case "number" | "integer":
                 own = number_of(own, name, where)
             case "array":
@@ -361,7 +375,7 @@ class _Rewriter:
         """Arrays that hold no value twice: of a few known values, in their order."""
         items = own["items"]
         items = self._targets.get(self._pointers.get(items.get("$ref", ""), ""), items) if items else {}
-        return unique_arrays(own, items, where)
+        return unique_arrays(own, items, where, self._budget)
 
     def _object(self, own: Schema, where: str, depth: int) -> Schema:
         if own.pop("unevaluatedProperties", False) is not False:
@@ -376,6 +390,7 @@ class _Rewriter:
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise GrammarError(f"{where}/required: a list of names is expected")
         required = list(dict.fromkeys(required))
+        self._budget.spend(len(required))
         properties: Schema = {}
         for name, schema in declared.items():
             rewritten = self._node(schema, f"{where}/properties/{name}", depth + 1)

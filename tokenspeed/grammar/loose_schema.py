@@ -118,7 +118,7 @@ def _can_all_match(schema: Schema) -> bool:
 def _can_hold(own: Schema) -> bool:
     """Whether the keywords of a string, or what a schema has in their place, can be held together."""
     try:
-        return _can_all_match(string_of(dict(own), "#"))
+        return _can_all_match(string_of(dict(own), "#", Budget()))
     except (GrammarError, TypeError, AttributeError):
         return False
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import re
 
+from tokenspeed.grammar.budget import Budget
 from tokenspeed.grammar.format_patterns import FORMAT_PATTERNS, SHORT_PATTERNS
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.pattern_length import within
-from tokenspeed.grammar.patterns import check_pattern
+from tokenspeed.grammar.patterns import MAX_CHARS, check_pattern
 from tokenspeed.grammar.schema_merge import EmptySchema, Schema
 from tokenspeed.grammar.schema_types import CALENDAR, FORMATS, check_order
 
 MAX_HELD_LEN = 256
 """A most length above it is not kept beside a pattern, or a format of strings that may be long: a count of so many
 characters costs xgrammar seconds to compile or, above 128 in one place, 4 ms a token (measured with 49k tokens)."""
+
+READ_STEPS, NARROW_STEPS = 1, 4
+"""Of a budget, for each character of a pattern: it is read, or narrowed to a length (about 1 and 4 us)."""
 
 _FORMAT_LENGTHS = {
     "date": (10, 10), "uuid": (36, 36), "ipv4": (7, 15), "ipv6": (2, 45), "date-time": (20, math.inf),
@@ -39,12 +43,15 @@ _DECIMAL = re.compile(
 """How pydantic 2 (2.11 to 2.13) writes a Decimal, with and without max_digits and decimal_places."""
 
 
-def string_of(own: Schema, where: str) -> Schema:
+def string_of(own: Schema, where: str, budget: Budget) -> Schema:
     """The keywords of a string.
+
+    Args:
+        budget: what reading a pattern is charged to.
 
     Raises:
         EmptySchema: no string obeys them.
-        GrammarError: they cannot be held together.
+        GrammarError: they cannot be held together; the budget is spent.
     """
     if own.get("format") not in FORMATS:
         own.pop("format", None)
@@ -52,13 +59,15 @@ def string_of(own: Schema, where: str) -> Schema:
     _drop_lengths_of_format(own, where)
     if "pattern" in own and "format" in own:
         raise GrammarError(f"{where}/pattern: not together with format; say it all in the pattern")
+    if isinstance(own.get("pattern"), str):
+        budget.spend(READ_STEPS * min(len(own["pattern"]), MAX_CHARS))
     if "pattern" in own:
         try:
             own["pattern"] = whole(own["pattern"])
         except GrammarError as error:
             raise GrammarError(f"{where}/pattern: {error}") from None
     if "pattern" in own or "format" in own:
-        _hold_lengths(own, where)
+        _hold_lengths(own, where, budget)
     if own.get("format") in CALENDAR:
         own["pattern"] = CALENDAR[own.pop("format")]
     if own.get("format") in _AS_PATTERNS:
@@ -105,7 +114,7 @@ def _drop_lengths_of_format(own: Schema, where: str) -> None:
         own.pop("maxLength", None)
 
 
-def _hold_lengths(own: Schema, where: str) -> None:
+def _hold_lengths(own: Schema, where: str, budget: Budget) -> None:
     """The lengths, as part of the pattern.
 
     Raises:
@@ -124,6 +133,7 @@ def _hold_lengths(own: Schema, where: str) -> None:
     else:
         plain = FORMAT_PATTERNS if high is None else {**FORMAT_PATTERNS, **SHORT_PATTERNS}
         source = CALENDAR[kind] if kind in CALENDAR else plain[kind]
+    budget.spend(NARROW_STEPS * len(source))
     try:
         held = within(source, low, high)
     except GrammarError as error:

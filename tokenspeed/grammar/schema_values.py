@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from itertools import combinations
+from math import comb
 from typing import Any
 
 from tokenspeed.grammar.budget import Budget
 from tokenspeed.grammar.format_patterns import FORMAT_PATTERNS
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.name_pattern import NamePattern
-from tokenspeed.grammar.patterns import check_pattern
+from tokenspeed.grammar.patterns import MAX_CHARS, check_pattern
 from tokenspeed.grammar.schema_merge import EmptySchema, Schema, same_json
+from tokenspeed.grammar.schema_strings import READ_STEPS
 from tokenspeed.grammar.schema_types import CALENDAR, FAMILIES, FORMATS, MAX_NUMBER, types_of
+from tokenspeed.protocol.echo import json_type
 
 MAX_ENUM = 1000
 MAX_UNIQUE = 6  # values of an array that holds none twice: twice as many alternatives for each
+_ITEM_CHARS = 32  # around each value of such an array
 
 
 def values_of(node: Schema, where: str, budget: Budget) -> Any:
@@ -30,26 +35,30 @@ def values_of(node: Schema, where: str, budget: Budget) -> Any:
     if "enum" in node and "const" in node:
         values = [value for value in values if same_json(value, node["const"])]
     if "pattern" in node:
-        _check_pattern(node["pattern"], where)
+        _check_pattern(node["pattern"], where, budget)
+    budget.spend(len(values))
     for key in node:
         if key not in ("enum", "const", "type"):
-            values = [value for value in values if _obeys(value, key, node[key], where, budget)]
+            pattern = _pattern_of(key, node[key], budget)
+            budget.spend(len(values))
+            values = [value for value in values if _obeys(value, key, node[key], pattern, where)]
     if "type" in node:
         types = types_of(node, where) or []
         values = [value for value in values if any(_has_type(value, name) for name in types)]
     return {"enum": values} if values else False
 
 
-def unique_arrays(own: Schema, items: Any, where: str) -> Schema:
+def unique_arrays(own: Schema, items: Any, where: str, budget: Budget) -> Schema:
     """Arrays that hold no value twice: of a few known values, in their order.
 
     Args:
         own: an array's rewritten keywords.
         items: the rewritten schema of its items.
+        budget: what the arrays are charged to before they are made.
 
     Raises:
         EmptySchema: there are fewer values than `minItems`.
-        GrammarError: the values are not known, or too many.
+        GrammarError: the values are not known, or too many; the budget is spent.
     """
     values = _all_values(items) if isinstance(items, dict) else None
     if values is None or "prefixItems" in own:
@@ -61,6 +70,9 @@ def unique_arrays(own: Schema, items: Any, where: str) -> Schema:
     if least > most:
         raise EmptySchema(f"{where}: minItems {least} is above the {most} different items there can be")
     sizes = range(least, most + 1)
+    num_items = sum(size * comb(len(values), size) for size in sizes)
+    each_chars = sum(len(json.dumps(value)) for value in values) // len(values) + _ITEM_CHARS
+    budget.spend(num_items * each_chars // 8)  # each value stands in as many arrays as any other
     return {"anyOf": [_array_of(each) for size in sizes for each in combinations(values, size)]}
 
 
@@ -83,10 +95,11 @@ def _array_of(values: tuple[Any, ...]) -> Schema:
     return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
 
 
-def _check_pattern(pattern: Any, where: str) -> None:
+def _check_pattern(pattern: Any, where: str, budget: Budget) -> None:
     """As of a string without an enum: what is refused there is not looked for in values, either."""
     if not isinstance(pattern, str):
-        raise GrammarError(f"{where}/pattern: a regular expression is a string, not {type(pattern).__name__}")
+        raise GrammarError(f"{where}/pattern: a regular expression is a string, not {json_type(pattern)}")
+    budget.spend(READ_STEPS * min(len(pattern), MAX_CHARS))
     try:
         check_pattern(pattern)
         NamePattern(pattern, Budget())
@@ -94,8 +107,20 @@ def _check_pattern(pattern: Any, where: str) -> None:
         raise GrammarError(f"{where}/pattern: {error}") from None
 
 
-def _obeys(value: Any, key: str, said: Any, where: str, budget: Budget) -> bool:
+def _pattern_of(key: str, said: Any, budget: Budget) -> NamePattern | None:
+    """What the keyword asks of the characters of a string, if anything."""
+    pattern = said if key == "pattern" else ""
+    if key == "format":
+        pattern = CALENDAR.get(said) or (f"^(?:{FORMAT_PATTERNS[said]})$" if said in FORMATS else "")
+    budget.spend(READ_STEPS * len(pattern))
+    return NamePattern(pattern, budget) if pattern else None
+
+
+def _obeys(value: Any, key: str, said: Any, pattern: NamePattern | None, where: str) -> bool:
     """Whether a value obeys one keyword. One for another type says nothing about it.
+
+    Args:
+        pattern: of the keyword; see `_pattern_of`.
 
     Raises:
         GrammarError: that is not looked into.
@@ -108,11 +133,8 @@ def _obeys(value: Any, key: str, said: Any, where: str, budget: Budget) -> bool:
             return len(value) >= int(said)
         case "maxLength":
             return len(value) <= int(said)
-        case "pattern":
-            return NamePattern(said, budget).is_in(value)
-        case "format":
-            pattern = CALENDAR.get(said) or f"^(?:{FORMAT_PATTERNS[said]})$" if said in FORMATS else ""
-            return NamePattern(pattern, budget).is_in(value) if pattern else True
+        case "pattern" | "format":
+            return pattern is None or pattern.is_in(value)
         case "minimum":
             return bool(value >= said)
         case "maximum":
