@@ -11,8 +11,10 @@ from grammar_support import byte_backend, compiled, takes
 
 from tokenspeed import LLM, SamplingParams
 from tokenspeed.checkpoint.checkpoint import Checkpoint
+from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.spec import KINDS, make_spec, one_of, pick
 from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.protocol.grammar import GrammarKind
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0)
 
@@ -74,7 +76,7 @@ FORMATS: list[tuple[Any, str]] = [
     ({"type": "repeat", "min": 1, "max": 10**18, "content": {"type": "any_text"}}, "the limit is 2147483647"),
     ({"type": "json_schema"}, "json_schema is missing"),
     ({"type": "regex", "pattern": 1}, "pattern: a regular expression"),
-    ([], "format: a format is an object, not list"),
+    ([], "format: a format is an object, not an array"),
 ]
 
 
@@ -144,3 +146,58 @@ def test_the_offline_api_obeys(default_checkpoint: Checkpoint) -> None:
         with pytest.raises(InvalidRequest, match="not defined"):
             llm.generate(["x", "y"], GREEDY, structured_outputs={"grammar": "root ::= nothing"})
         assert llm.generate("x", GREEDY)[0].outputs[0].finish_reason in ("stop", "length")
+
+
+MALFORMED: list[tuple[Any, str]] = [
+    ({"type": 5}, "#/type must be a string or an array of strings; it is a number"),
+    ({"properties": [1]}, "#/properties must be an object whose values are schemas; it is an array"),
+    (
+        {"properties": {"a": {"type": "array", "prefixItems": 1}}},
+        "#/properties/a/prefixItems must be an array of schemas",
+    ),
+    ({"allOf": 1}, "#/allOf must be an array of schemas; it is a number"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"type": [{}]}}}, "#/$defs/a/type must be a string or an array of strings"),
+    ({"oneOf": [{"required": 5}, {"type": "null"}]}, "#/oneOf/0/required must be an array of strings; it is a number"),
+    ({"oneOf": [{"required": [[]]}, {"type": "null"}]}, "it is an array of something else"),
+    ({"type": "object", "properties": None}, "it is null"),
+    ({"type": "string", "format": []}, "#/format must be a string"),
+    ({"items": None}, "#/items: a schema is an object or a boolean, not null"),
+    ([], "an object, not an array"),
+]
+
+
+@pytest.mark.parametrize(("schema", "words"), MALFORMED, ids=[words for _, words in MALFORMED])
+def test_a_malformed_schema_is_told_in_json_words(schema: Any, words: str) -> None:
+    """Python's own words reached the client: 'int' object is not iterable."""
+    with pytest.raises(InvalidRequest) as raised:
+        make_spec("json", schema, "field")
+    assert words in raised.value.message
+
+
+_PYTHON_WORDS = re.compile(
+    r"object (is not|has no|of type)|NoneType|unhashable|sequence element|codec|not supported between|has no len"
+)
+
+
+@pytest.mark.parametrize("wrong", [5, 1.5, "x", [], [1], {}, {"a": 1}, True, None, [None], [{}]], ids=repr)
+def test_no_keyword_of_any_shape_is_told_in_pythons_words(wrong: Any) -> None:
+    shapes: list[dict[str, Any]] = [{}, {"type": "object"}, {"type": "string"}, {"type": "array"}, {"type": "number"}]
+    keys = [
+        *("type", "properties", "required", "items", "prefixItems", "additionalProperties", "enum", "const", "anyOf"),
+        *("oneOf", "allOf", "$ref", "pattern", "format", "minLength", "minimum", "multipleOf", "minItems"),
+        *("uniqueItems", "patternProperties", "propertyNames", "not"),
+    ]
+    for key in keys:
+        for shape in shapes:
+            for schema in ({**shape, key: wrong}, {"oneOf": [{**shape, key: wrong}, {"type": "null"}]}):
+                try:
+                    make_spec("json", schema, "field")
+                except InvalidRequest as error:
+                    assert not _PYTHON_WORDS.search(error.message), error.message
+
+
+@pytest.mark.parametrize(("kind", "text"), [("ebnf", 'root ::= "\ud800"'), ("regex", "[\ud800]")])
+def test_half_a_character_in_a_grammar_is_told_in_plain_words(kind: GrammarKind, text: str) -> None:
+    """It was Python's: 'utf-8' codec can't encode character '\\ud800' in position 10."""
+    with pytest.raises(GrammarError, match="half a character"):
+        byte_backend("xgrammar").compile(kind, text)

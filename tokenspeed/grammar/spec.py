@@ -13,6 +13,7 @@ from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.json_schema import rewrite_schema
 from tokenspeed.grammar.patterns import check_pattern
 from tokenspeed.grammar.structural_tag import MAX_GRAMMAR_CHARS, checked_tag
+from tokenspeed.protocol.echo import json_type
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarKind, GrammarSpec
 
@@ -94,7 +95,7 @@ def _json(value: Any, param: str) -> tuple[GrammarKind, str]:
     if isinstance(value, str):
         value = _parsed(value, param)
     if not isinstance(value, dict | bool):
-        raise GrammarError(f"a JSON schema is an object, not {type(value).__name__}")
+        raise GrammarError(f"a JSON schema is an object, not {json_type(value)}")
     try:
         return "json_schema", json.dumps(rewrite_schema(value, param), allow_nan=False)
     except ValueError:

@@ -14,6 +14,7 @@ from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.json_schema import rewrite_schema
 from tokenspeed.grammar.patterns import check_pattern
 from tokenspeed.grammar.sought_texts import check_sought
+from tokenspeed.protocol.echo import json_type
 
 MAX_DEPTH = 48  # of formats inside formats
 MAX_GRAMMAR_CHARS = 64 << 10
@@ -74,7 +75,7 @@ def checked_tag(tag: Mapping[str, Any], param: str) -> dict[str, Any]:
 def _format(node: Any, where: str, param: str, depth: int, default: str | None = None) -> Form:
     """One format. `default`: its type where it says none."""
     if not isinstance(node, dict):
-        raise GrammarError(f"{where}: a format is an object, not {type(node).__name__}")
+        raise GrammarError(f"{where}: a format is an object, not {json_type(node)}")
     if depth > MAX_DEPTH:
         raise GrammarError(f"{where[:100]}...: formats are nested more than {MAX_DEPTH} deep; flatten it")
     kind = node.get("type", default)
@@ -97,7 +98,7 @@ def _part(value: Any, holds: _Holds, where: str, param: str, depth: int) -> Any:
             return _format(value, where, param, depth)
         case "formats" | "tags" | "rules":
             if not isinstance(value, list):
-                raise GrammarError(f"{where}: a list is expected, not {type(value).__name__}")
+                raise GrammarError(f"{where}: a list is expected, not {json_type(value)}")
             return [_member(each, holds, f"{where}/{place}", param, depth) for place, each in enumerate(value)]
         case "edge":
             return _format(value, where, param, depth) if isinstance(value, dict) else value

@@ -105,7 +105,8 @@ def _compile_here(backend: Backend, vocabulary: Vocabulary, job: Job, writer: in
     except MemoryError:
         answer = Answer(error=_TOO_LARGE)
     except Exception as error:  # whatever the library raises is about this grammar
-        answer = Answer(error=f"{type(error).__name__}: {error}"[:500])
+        print(f"the grammar library failed: {type(error).__name__}: {error}"[:2000], file=sys.stderr, flush=True)
+        answer = Answer(error="the grammar library failed on it, the server's log says how; simplify it")
     with os.fdopen(writer, "wb") as pipe:
         pipe.write(msgspec.msgpack.encode(answer))
     os._exit(0)

@@ -378,6 +378,8 @@ def _tag_schemas(tag: Any) -> Iterator[Any]:
 
 def _reason(error: Exception) -> str:
     """The library's message without its source file."""
+    if isinstance(error, UnicodeError):  # Python's, of what the library has written
+        return "it holds half a character: an escape between \\ud800 and \\udfff, or bytes that are no text"
     return _ORIGIN.sub("", str(error)).strip().split("\n")[0][:500] or "the library refuses it and does not say why"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tokenspeed.protocol.echo import json_type
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.text.parsers.model_json import read_json
 
@@ -29,7 +30,7 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 
 def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise InvalidRequest(f"{where} is a {type(message).__name__}, it must be an object", param="messages")
+        raise InvalidRequest(f"{where} is {json_type(message)}, it must be an object", param="messages")
     if not isinstance(message.get("role"), str):
         raise InvalidRequest(f"{where} has no role; it must be a string such as 'user'", param="messages")
     known = {key: value for key, value in message.items() if value is not None}
@@ -48,7 +49,7 @@ def _content(where: str, content: Any) -> str:
         return content
     if not isinstance(content, (list, tuple)):
         raise InvalidRequest(
-            f"{where}.content is a {type(content).__name__}, it must be a string or a list of text parts",
+            f"{where}.content is {json_type(content)}, it must be a string or a list of text parts",
             param="messages",
         )
     return "\n".join(_part(f"{where}.content[{index}]", part) for index, part in enumerate(content))
@@ -68,7 +69,7 @@ def _part(where: str, part: Any) -> str:
 
 def _tool_calls(where: str, calls: Any) -> list[Any]:
     if not isinstance(calls, (list, tuple)):
-        raise InvalidRequest(f"{where}.tool_calls is a {type(calls).__name__}, it must be a list", param="messages")
+        raise InvalidRequest(f"{where}.tool_calls is {json_type(calls)}, it must be a list", param="messages")
     return [_tool_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
 
 
