@@ -26,6 +26,9 @@ from tokenspeed.server.text_work import OFF_LOOP_CHARS, TextWork
 
 logger = logging.getLogger("tokenspeed.server")
 
+CHECK_OFF_LOOP_CHARS = 500
+"""Of the schemas of one request. What shorter ones can ask for takes a millisecond or two."""
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -34,6 +37,14 @@ async def off_loop(num_chars: int, work: Callable[P, T], *args: P.args, **kwargs
     """`work(...)`, on another thread when there are many characters (or tokens) to go through. Not for what takes
     seconds: see `TextWork`."""
     if num_chars > OFF_LOOP_CHARS:
+        return await asyncio.to_thread(work, *args, **kwargs)
+    return work(*args, **kwargs)
+
+
+async def check_off_loop(num_chars: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`work(...)` that checks and rewrites schemas, on another thread unless they are short: a thousand characters can
+    ask for as many comparisons as a hundred thousand (`grammar.budget`), 0.1 s of them."""
+    if num_chars > CHECK_OFF_LOOP_CHARS:
         return await asyncio.to_thread(work, *args, **kwargs)
     return work(*args, **kwargs)
 

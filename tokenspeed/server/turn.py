@@ -20,7 +20,7 @@ from tokenspeed.grammar.tools import answer_or_calls, strict_calls, tool_choice_
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams, ThinkingBudget
-from tokenspeed.server.context import ServerContext, off_loop
+from tokenspeed.server.context import ServerContext, check_off_loop
 from tokenspeed.server.rendering import Conversation, num_chars, render
 from tokenspeed.server.turn_reader import TurnReader
 from tokenspeed.text.parsers.interface import (
@@ -142,7 +142,8 @@ async def prepare_turn(context: ServerContext, request: TurnRequest, sampling: S
     forced = bool(offered) and request.choice.mode == "required"
     is_strict = request.grammar is not None or bool(request.strict_tools)
     # Hundreds of long schemas take seconds to check.
-    grammar = await off_loop(num_chars(offered) if forced or is_strict else 0, _grammar, context, request, offered)
+    size = num_chars(offered) if forced or is_strict else 0
+    grammar = await check_off_loop(size, _grammar, context, request, offered)
     prompt, thinking = await _rendered(context, request, must_fit=True)
 
     parses_calls = bool(offered) and request.choice.mode != "none"

@@ -27,10 +27,10 @@ from tokenspeed.server.anthropic.errors import (
 from tokenspeed.server.anthropic.events import Event, MessageObject, MessageWriter, StopDelta, sse, to_usage
 from tokenspeed.server.anthropic.request import FIELD_NAMES, MessagesRequest, PromptFields, parse, parse_count
 from tokenspeed.server.body import read_json
-from tokenspeed.server.context import ServerContext
+from tokenspeed.server.context import ServerContext, check_off_loop
 from tokenspeed.server.field_names import spoken_as
 from tokenspeed.server.openai.fields import GenerationFields, to_sampling
-from tokenspeed.server.rendering import Conversation
+from tokenspeed.server.rendering import Conversation, num_chars
 from tokenspeed.server.responses import json_response
 from tokenspeed.server.schema import documented
 from tokenspeed.server.turn import ToolChoice, TurnRequest, count_prompt, prepare_turn
@@ -65,7 +65,9 @@ def router(context: ServerContext) -> APIRouter:
 
     async def respond(request: Request, body: MessagesRequest, message_id: str) -> Response:
         sampling = _sampling(context, body)
-        turn = await prepare_turn(context, _turn_request(body, _grammar(body)), sampling)
+        given = body.output_config.format if body.output_config is not None else None
+        grammar = await check_off_loop(0 if given is None else num_chars(given.schema), _grammar, body)
+        turn = await prepare_turn(context, _turn_request(body, grammar), sampling)
         context.claim_id("msg", message_id)
         news = turn_news(context, turn.generation(message_id), turn.reader())
         omits = body.thinking is not None and body.thinking.display == "omitted"

@@ -11,11 +11,11 @@ from msgspec import Meta
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.sampling import MAX_LOGPROBS
 from tokenspeed.server.body import read_json, to_struct
-from tokenspeed.server.context import ServerContext, generate
+from tokenspeed.server.context import ServerContext, check_off_loop, generate
 from tokenspeed.server.field_names import spoken_as
 from tokenspeed.server.openai.answer import answer, stream_rules
 from tokenspeed.server.openai.chat_answer import ChatReply, ChatResponse, ChatWants
-from tokenspeed.server.openai.constraint import constraint_of
+from tokenspeed.server.openai.constraint import constraint_chars, constraint_of
 from tokenspeed.server.openai.fields import (
     REFUSED,
     GenerationFields,
@@ -111,7 +111,8 @@ def router(context: ServerContext) -> APIRouter:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
         )
-        turn = await prepare_turn(context, to_turn(body), sampling)
+        asked = await check_off_loop(constraint_chars(body), to_turn, body)
+        turn = await prepare_turn(context, asked, sampling)
         request_id = context.claim_id("chatcmpl", request_id_of(body))
         wants = ChatWants(bool(body.logprobs), bool(body.return_token_ids), body.prompt_logprobs is not None)
         reply = ChatReply(request_id, context.model_name, turn, wants)

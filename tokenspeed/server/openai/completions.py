@@ -14,9 +14,9 @@ from fastapi import APIRouter, Request, Response
 from tokenspeed.engine.interface import GenerationEvent, GenerationRequest, LogprobEntry, TokenizerFace
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.body import read_json, to_struct
-from tokenspeed.server.context import ServerContext, generate
+from tokenspeed.server.context import ServerContext, check_off_loop, generate
 from tokenspeed.server.openai.answer import answer, stream_rules
-from tokenspeed.server.openai.constraint import constraint_of
+from tokenspeed.server.openai.constraint import constraint_chars, constraint_of
 from tokenspeed.server.openai.fields import (
     REFUSED,
     GenerationFields,
@@ -136,7 +136,7 @@ def router(context: ServerContext) -> APIRouter:
             logprobs=body.logprobs,
             prompt_logprobs=_wider(body.prompt_logprobs, echo_logprobs),
         )
-        grammar = constraint_of(body)
+        grammar = await check_off_loop(constraint_chars(body), constraint_of, body)
         prompts = await tokenize_prompts(context, body.prompt, body.add_special_tokens is not False)
         if len(prompts) * (body.n or 1) > MAX_SEQUENCES:
             raise InvalidRequest(

@@ -12,6 +12,7 @@ from tokenspeed.grammar.spec import ANY_OBJECT, one_of, pick
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.server.body import to_struct
+from tokenspeed.server.rendering import num_chars
 
 JsonSchema = dict[str, Any] | bool | str
 
@@ -79,6 +80,12 @@ def constraint_of(fields: ConstraintFields, starts_after: tuple[int, ...] | None
         InvalidRequest: two constraints, a malformed one, or one that cannot be enforced; names the field.
     """
     return pick(_asked(fields), starts_after)
+
+
+def constraint_chars(fields: ConstraintFields) -> int:
+    """How long it is, about."""
+    said = (getattr(fields, name) for name in ConstraintFields.__struct_fields__)
+    return sum(num_chars(value) for value in said if value is not None)
 
 
 def _asked(fields: ConstraintFields) -> list[tuple[str, str, Any]]:

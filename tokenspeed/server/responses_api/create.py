@@ -13,11 +13,11 @@ from fastapi import APIRouter, Request, Response
 from tokenspeed.protocol.errors import InvalidRequest, TokenSpeedError
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.server.body import read_json
-from tokenspeed.server.context import ServerContext
+from tokenspeed.server.context import ServerContext, check_off_loop
 from tokenspeed.server.errors import describe, encode_error
 from tokenspeed.server.field_names import spoken_as
 from tokenspeed.server.openai.fields import check_priority, to_sampling
-from tokenspeed.server.rendering import Conversation
+from tokenspeed.server.rendering import Conversation, num_chars
 from tokenspeed.server.responses import json_response
 from tokenspeed.server.responses_api.conversation import to_keep, to_messages
 from tokenspeed.server.responses_api.events import Event, ResponseWriter, sse, to_usage
@@ -65,7 +65,9 @@ def router(context: ServerContext, store: ResponseStore) -> APIRouter:
             fields, context.client.model_config, max_tokens=body.max_output_tokens, logprobs=None, prompt_logprobs=None
         )
         functions = functions_of(body.tools or ())
-        turn = await prepare_turn(context, _turn_request(body, functions, earlier), sampling)
+        schema = body.text.format.schema if body.text is not None else None
+        asked = await check_off_loop(num_chars(schema), _turn_request, body, functions, earlier)
+        turn = await prepare_turn(context, asked, sampling)
         response_id = context.claim_id("resp", f"resp_{uuid.uuid4().hex}")
         job = turn.generation(response_id, priority, body.cache_salt)
         shell = _shell(response_id, context.model_name, body, sampling)
