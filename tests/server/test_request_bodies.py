@@ -164,3 +164,59 @@ def test_a_wrong_value_in_a_dict_is_said_without_a_made_up_index() -> None:
         to_struct({"metadata": {"a": 1}}, WithMetadata)
     assert raised.value.param == "metadata"
     assert str(raised.value) == "metadata: one of its values is wrong; expected str, got int"
+
+
+HUGE = "x" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", chat(tool_choice=HUGE)),
+        ("/v1/chat/completions", chat(tool_choice={"type": "function", "function": {"name": HUGE}})),
+        ("/v1/chat/completions", chat(tool_choice={"type": HUGE})),
+        ("/v1/chat/completions", chat(reasoning_effort=HUGE)),
+        ("/v1/chat/completions", chat(response_format={"type": HUGE})),
+        ("/v1/chat/completions", chat(messages=[{"role": HUGE, "content": "a"}])),
+        ("/v1/chat/completions", chat(messages=[{"role": "user", "content": [{"type": HUGE}]}])),
+        ("/v1/chat/completions", chat(tools=[{"type": "function", "function": {"name": HUGE}}] * 2)),
+        ("/v1/chat/completions", chat(model=HUGE)),
+        ("/v1/chat/completions", chat(request_id=HUGE)),
+        ("/v1/chat/completions", chat(stream_options=HUGE)),
+        ("/v1/chat/completions", chat(structured_outputs={HUGE: 1})),
+        ("/v1/chat/completions", chat(structured_outputs={"structural_tag": {"format": {"type": HUGE}}})),
+        ("/v1/chat/completions", chat(structured_outputs={"json": {"type": HUGE}})),
+        ("/v1/chat/completions", chat(structured_outputs={"json": {HUGE: 1, "not": {}}})),
+        ("/v1/chat/completions", chat(structured_outputs={"regex": HUGE + "("})),
+        ("/v1/chat/completions", chat(**{HUGE: 1})),
+        ("/v1/chat/completions", chat(logit_bias={HUGE: 1})),
+        ("/v1/chat/completions", chat(chat_template_kwargs={"documents": HUGE})),
+        ("/v1/completions", {"model": "tiny", "prompt": "a", "echo": HUGE}),
+        ("/v1/messages", {"model": "tiny", "max_tokens": 1, "messages": [{"role": HUGE, "content": "a"}]}),
+        ("/v1/messages", {"model": "tiny", "max_tokens": 1, "messages": [], "tool_choice": {"type": HUGE}}),
+        (
+            "/v1/messages",
+            {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": [{"type": HUGE}]}]},
+        ),
+        ("/v1/responses", {"model": "tiny", "input": [{"type": HUGE}]}),
+        ("/v1/responses", {"model": "tiny", "input": "a", "tools": [{"type": HUGE}]}),
+        ("/v1/responses", {"model": "tiny", "input": "a", "tool_choice": {"type": HUGE}}),
+        ("/v1/responses", {"model": "tiny", "input": "a", "previous_response_id": HUGE}),
+        ("/v1/responses", {"model": "tiny", "input": "a", "text": {"format": {"type": HUGE}}}),
+        ("/parse/function_call", {"text": "a", "tool_call_parser": HUGE}),
+        ("/tokenize", {"model": "tiny", "messages": [{"role": HUGE}]}),
+        ("/" + "x" * 3000, {}),
+    ],
+)
+async def test_an_error_shows_no_more_than_a_line_of_a_value(path: str, fields: dict[str, Any]):
+    """An enum's error repeated the value: 10 MB of it came back."""
+    async with http_client(FakeClient()) as http:
+        response = await http.post(path, json=fields)
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 3000 and "x" * 400 not in response.text
+
+
+def test_a_long_message_keeps_its_beginning_and_its_remedy():
+    error = InvalidRequest("seed is " + "9" * 100_000 + "; send less", param="p" * 1000)
+    assert error.message.startswith("seed is 99") and error.message.endswith("99; send less")
+    assert len(error.message) <= 2000 and error.param is not None and len(error.param) <= 200

@@ -233,7 +233,7 @@ USER = [{"role": "user", "content": "hi"}]
         ([], "messages is empty"),
         (["hi"], r"messages\[0\] is a str"),
         ([{"content": "hi"}], r"messages\[0\] has no role"),
-        ([{"role": "user", "content": 3}], r"messages\[0\].content is a int"),
+        ([{"role": "user", "content": 3}], r"messages\[0\].content is a number"),
         (
             [*USER, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             r"messages\[1\].content\[0\] is of type 'image_url'; this model takes text parts only",

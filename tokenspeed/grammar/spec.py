@@ -13,7 +13,7 @@ from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.json_schema import rewrite_schema
 from tokenspeed.grammar.patterns import check_pattern
 from tokenspeed.grammar.structural_tag import MAX_GRAMMAR_CHARS, checked_tag
-from tokenspeed.protocol.echo import json_type
+from tokenspeed.protocol.echo import cut, json_type
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarKind, GrammarSpec
 
@@ -66,7 +66,7 @@ def one_of(outputs: Mapping[str, Any], name: str) -> list[tuple[str, str, Any]]:
     for key, value in outputs.items():
         if key not in (*KINDS, "json_object"):
             raise InvalidRequest(
-                f"{name}.{key} cannot be used; there are {', '.join(KINDS)} and json_object", param=f"{name}.{key}"
+                f"{name}.{cut(key)} cannot be used; there are {', '.join(KINDS)} and json_object", param=f"{name}.{key}"
             )
         kind = key
         if key == "json_object":

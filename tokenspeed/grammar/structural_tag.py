@@ -14,7 +14,7 @@ from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.json_schema import rewrite_schema
 from tokenspeed.grammar.patterns import check_pattern
 from tokenspeed.grammar.sought_texts import check_sought
-from tokenspeed.protocol.echo import json_type
+from tokenspeed.protocol.echo import echo, json_type
 
 MAX_DEPTH = 48  # of formats inside formats
 MAX_GRAMMAR_CHARS = 64 << 10
@@ -80,7 +80,7 @@ def _format(node: Any, where: str, param: str, depth: int, default: str | None =
         raise GrammarError(f"{where[:100]}...: formats are nested more than {MAX_DEPTH} deep; flatten it")
     kind = node.get("type", default)
     if not isinstance(kind, str) or kind not in _FORMATS:
-        raise GrammarError(f"{where}/type: {kind!r} is no type of a format; there are {', '.join(_FORMATS)}")
+        raise GrammarError(f"{where}/type: {echo(kind)} is no type of a format; there are {', '.join(_FORMATS)}")
     keys = _FORMATS[kind]
     _known(node.keys(), ("type", *keys), f"{where}: a format of type {kind}")
     done = {key: _part(node[key], keys[key], f"{where}/{key}", param, depth + 1) for key in keys if key in node}
@@ -130,7 +130,7 @@ def _json(node: Form, kind: str, where: str) -> Form:
         raise GrammarError(f"{where}: json_schema is missing")
     style = node.get("style", "json") if kind == "json_schema" else "qwen_xml"
     if style not in STYLES:
-        raise GrammarError(f"{where}/style: {style!r} cannot be used; there are {', '.join(STYLES)}")
+        raise GrammarError(f"{where}/style: {echo(style)} cannot be used; there are {', '.join(STYLES)}")
     if node.pop("any_order", False) is not False:
         raise GrammarError(f"{where}/any_order: only false; required properties would not be held")
     if node.get("excludes") and style != "json":
@@ -146,4 +146,4 @@ def _json(node: Form, kind: str, where: str) -> Form:
 def _known(keys: Any, known: tuple[str, ...], what: str) -> None:
     for key in keys:
         if key not in known:
-            raise GrammarError(f"{what} has no key {key!r}; it has {', '.join(known)}")
+            raise GrammarError(f"{what} has no key {echo(key)}; it has {', '.join(known)}")

@@ -1,5 +1,9 @@
 """Errors that reach a user. Each says what was wrong, what the limit is and what to do about it."""
 
+from tokenspeed.protocol.echo import MAX_MESSAGE_CHARS, cut
+
+MAX_PARAM_CHARS = 200
+
 
 class TokenSpeedError(Exception):
     """Base of every error raised on purpose. Anything else that escapes is a bug of ours."""
@@ -17,15 +21,17 @@ class InvalidRequest(TokenSpeedError):
     """A request refused before it enters the engine (HTTP 400).
 
     Args:
-        message: for the user; names the value, the limit and the remedy.
+        message: for the user; names the value, the limit and the remedy. Long ones lose their middle.
         param: the request field at fault, in the API's spelling (`"top_p"`, `"messages"`), or None.
         code: a short machine-readable code (`"context_length_exceeded"`), or None.
     """
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        # Whatever of the request a message shows: an answer of 10 MB helps nobody.
+        message = cut(message, MAX_MESSAGE_CHARS)
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = None if param is None else cut(param, MAX_PARAM_CHARS)
         self.code = code
 
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from tokenspeed.protocol.echo import cut, json_type
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.body_size import check_size
 from tokenspeed.server.context import off_loop
@@ -79,7 +80,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except ValueError:  # an integer with thousands of digits
         raise InvalidRequest("the body holds an integer that is too large") from None
     if not isinstance(value, dict):
-        raise InvalidRequest(f"the body is a JSON {_json_type(value)}, it must be an object")
+        raise InvalidRequest(f"the body is {json_type(value)}, it must be an object")
     has_escapes = "\\u" in text
     if has_escapes or text.count("[") + text.count("{") > MAX_DEPTH:
         _check_values(value, has_escapes)
@@ -130,15 +131,17 @@ def _explain(text: str, fields: dict[str, Any], kind: type[msgspec.Struct]) -> I
         return InvalidRequest(f"the field {where!r} is required", param=where, code="missing_field")
     if found := _VALUE.match(text):
         where = _join(found["path"], None)
-        what = found["what"].replace("`", "").replace("Expected ", "expected ", 1)
+        what = cut(found["what"].replace("`", "").replace("Expected ", "expected ", 1), _MAX_WHAT_CHARS)
         if found["key"]:
             return InvalidRequest(f"{where}: each key must be a number in quotes, {what}", param=where)
         if where.endswith(ANY_KEY):
             where = where.removesuffix(ANY_KEY)
             return InvalidRequest(f"{where}: one of its values is wrong; {what}", param=where)
         return InvalidRequest(f"{where} is {_show(_at(fields, where))}; {what}", param=where)
-    return InvalidRequest(text)
+    return InvalidRequest(cut(text, _MAX_WHAT_CHARS))
 
+
+_MAX_WHAT_CHARS = 300  # types as msgspec writes them; of an enum it repeats the value
 
 ANY_KEY = "[...]"
 """How msgspec writes a key of a dict."""
@@ -176,11 +179,6 @@ def _show(value: Any) -> str:
     if isinstance(value, str) and len(value) > 60:
         return json.dumps(value[:57]) + "..."
     return json.dumps(value)
-
-
-def _json_type(value: Any) -> str:
-    names = {list: "array", str: "string", bool: "boolean", type(None): "null", int: "number", float: "number"}
-    return names.get(type(value), "value")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokenspeed.protocol.echo import cut
 from tokenspeed.protocol.errors import EngineDead, InvalidRequest, Overloaded, TokenSpeedError
 from tokenspeed.server.responses import json_response
 
@@ -129,10 +130,10 @@ def install_handlers(app: FastAPI, respond: Callable[[str, Exception], Response]
     async def not_routed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404 and error.detail == "Not Found":
-            error.detail = f"there is no {request.method} {request.url.path} here; /openapi.json lists the routes"
+            error.detail = f"there is no {request.method} {cut(request.url.path)} here; /openapi.json lists the routes"
         if error.status_code == 405 and error.detail == "Method Not Allowed":
             allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow", "another method")
-            error.detail = f"{request.url.path} takes {allowed}, not {request.method}"
+            error.detail = f"{cut(request.url.path)} takes {allowed}, not {request.method}"
         return respond(request.url.path, error)
 
     async def gone(_request: Request, _error: Exception) -> Response:

@@ -17,6 +17,7 @@ import msgspec
 from tokenspeed.engine.interface import GenerationRequest
 from tokenspeed.grammar.messages import answer_or_call_in_messages
 from tokenspeed.grammar.tools import answer_or_calls, strict_calls, tool_choice_schema
+from tokenspeed.protocol.echo import echo
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.sampling import SamplingParams, ThinkingBudget
@@ -256,7 +257,8 @@ def _offered(tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> list[dic
     for name in sorted(wanted):
         if name not in names:
             known = ", ".join(map(repr, names)) or "none"
-            raise InvalidRequest(f"tool_choice names {name!r}, which is not among tools: {known}", param="tool_choice")
+            said = f"tool_choice names {echo(name)}, which is not among tools: {known}"
+            raise InvalidRequest(said, param="tool_choice")
     if choice.mode == "required" and not wanted:
         raise InvalidRequest(
             "tool_choice asks for a call, but its allowed_tools names no tool; name one, or send mode 'auto'",

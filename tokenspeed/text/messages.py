@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenspeed.protocol.echo import json_type
+from tokenspeed.protocol.echo import echo, json_type
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.text.parsers.model_json import read_json
 
@@ -62,9 +62,9 @@ def _part(where: str, part: Any) -> str:
     text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
     if kind in (*_TEXT_PARTS, "refusal"):
         if not isinstance(text, str):
-            raise InvalidRequest(f"{where} is of type {kind!r} but has no text in it", param="messages")
+            raise InvalidRequest(f"{where} is of type {echo(kind)} but has no text in it", param="messages")
         return text
-    raise InvalidRequest(f"{where} is of type {kind!r}; this model takes text parts only", param="messages")
+    raise InvalidRequest(f"{where} is of type {echo(kind)}; this model takes text parts only", param="messages")
 
 
 def _tool_calls(where: str, calls: Any) -> list[Any]:

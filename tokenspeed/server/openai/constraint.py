@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from tokenspeed.grammar.spec import ANY_OBJECT, one_of, pick
+from tokenspeed.protocol.echo import echo
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.server.body import to_struct
@@ -113,7 +114,7 @@ def _response_format(value: dict[str, Any] | None) -> list[tuple[str, str, Any]]
         return [(name, "structural_tag", value)]
     if kind not in ("text", "json_object", "json_schema"):
         raise InvalidRequest(
-            f"response_format.type is {kind!r}; it must be text, json_object, json_schema or structural_tag",
+            f"response_format.type is {echo(kind)}; it must be text, json_object, json_schema or structural_tag",
             param=f"{name}.type",
         )
     match to_struct({name: value}, _ResponseFormat).response_format:

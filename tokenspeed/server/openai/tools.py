@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tokenspeed.protocol.echo import echo
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.turn import ToolChoice
 
@@ -89,7 +90,7 @@ def check_tool_names(names: Sequence[str]) -> None:
     seen: set[str] = set()
     for number, name in enumerate(names):
         if name in seen:
-            raise InvalidRequest(f"tools holds two functions of the name {name!r}", param=f"tools[{number}]")
+            raise InvalidRequest(f"tools holds two functions of the name {echo(name)}", param=f"tools[{number}]")
         seen.add(name)
 
 

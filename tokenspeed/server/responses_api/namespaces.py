@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tokenspeed.protocol.echo import echo
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.openai.tools import check_tool_names
 from tokenspeed.server.responses_api.response import AllowedTools, FunctionTool, NamedFunction, NamedNamespace, Tool
@@ -107,7 +108,7 @@ def _chosen(choice: NamedFunction, functions: Sequence[Function]) -> str:
     if len(inside) > 1:
         where = ", ".join(repr(each.namespace) for each in inside)
         raise InvalidRequest(
-            f"tool_choice names {name!r}, which stands in the namespaces {where}; send namespace beside name",
+            f"tool_choice names {echo(name)}, which stands in the namespaces {where}; send namespace beside name",
             param="tool_choice",
         )
     return inside[0].flat_name if inside else name

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from tokenspeed.grammar.json_schema import rewrite_schema
 from tokenspeed.grammar.spec import ANY_OBJECT
+from tokenspeed.protocol.echo import echo
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.server.body import to_struct
@@ -249,8 +250,8 @@ def _check_choice(choice: Any) -> None:
         kind = each.get("type") if isinstance(each, dict) else None
         if isinstance(kind, str) and kind in NOT_OFFERED:
             raise InvalidRequest(
-                f"tool_choice names a tool of type {kind!r}, which is not offered here; only functions are, which the "
-                "client runs itself",
+                f"tool_choice names a tool of type {echo(kind)}, which is not offered here; only functions are, which "
+                "the client runs itself",
                 param="tool_choice",
                 code="unsupported_tool",
             )
