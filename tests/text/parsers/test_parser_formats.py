@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parser_laws import assert_example, assert_law, context_of, cut, merged, spoiled, stream
 
-from tokenspeed.text.parsers.interface import ContentDelta, Example, ParseContext, Parser, assemble, parse_all
+from tokenspeed.text.parsers.interface import (
+    ContentDelta,
+    Example,
+    ParseContext,
+    Parser,
+    ToolSpec,
+    assemble,
+    parse_all,
+)
 from tokenspeed.text.parsers.registry import reasoning_examples, reasoning_formats, tool_examples, tool_formats
 
 Make = Callable[[ParseContext], Parser]
@@ -103,6 +113,60 @@ def test_cut_call_is_never_whole(make: Make, example: Example):
         is_more = len(part.calls) > len(whole.calls)
         if part.calls and (is_more or part.calls[-1].arguments != whole.calls[len(part.calls) - 1].arguments):
             assert parser.incomplete and (not is_more or part.calls[-1].arguments == "")
+
+
+# One token each, so that no output ends inside of one; `<` and `[` alone are text.
+TOKENS = re.compile(r"<\|?[/\w｜▁]*[|>]?>?|\[[A-Z_]*\]?")
+WITH_CALLS = [
+    pytest.param(name, example, id=f"{name}-{index}")
+    for name, examples in tool_examples().items()
+    for index, example in enumerate(examples)
+    if example.calls and example.finish_reason == "stop"
+]
+
+
+@pytest.mark.parametrize("knows_tools", [True, False])
+@pytest.mark.parametrize(("name", "example"), WITH_CALLS)
+def test_a_cut_call_leaves_no_markup_in_content(name: str, example: Example, knows_tools: bool):
+    """The bug: a call that the length limit cut inside its name was content, marks and all, in every format but
+    gpt-oss."""
+    tools = example.tools or tuple(ToolSpec(name) for name, _ in example.calls)
+    context = replace(context_of(example), tools=tools if knows_tools else None)
+    whole = parse_all(tool_formats()[name].make(context), example.text)
+    inside = {at for token in TOKENS.finditer(example.text) for at in range(token.start() + 1, token.end())}
+    for end in sorted({*range(len(example.text) + 1)} - inside):
+        text = example.text[:end]
+        content = parse_all(tool_formats()[name].make(context), text, "length").content
+        if name in ("json", "llama", "pythonic") and content == text and not text.startswith("<|"):
+            # Nothing but a function's name tells these calls from text.
+            assert not any(f'"{tool.name}' in text or f"[{tool.name}" in text for tool in tools)
+            continue
+        assert whole.content.startswith(content.rstrip()), (text, content)
+
+
+def test_text_that_a_limit_cut_is_kept():
+    """What is behind a mark and can be no call on offer is text, cut or not."""
+    weather = (ToolSpec("weather"), ToolSpec("we"))
+    for name, text in (
+        ("qwen", "the `<tool_call>` tag"),
+        ("qwen", '<tool_call>{"name": "oth'),
+        ("kimik2", "<|tool_call_begin|>functions.oth"),
+        ("kimik2", "<|tool_call_begin|> begins a call"),
+        ("deepseek31", "<｜tool▁call▁begin｜>oth"),
+        ("deepseek32", '<｜DSML｜invoke name="oth'),
+        ("glm45_moe", "<tool_call>weather is what"),
+        ("qwen_coder", "<tool_call> then <function=oth"),
+        ("mistral", "[TOOL_CALLS] weather? No"),
+        ("llama", "<|python_tag|>print("),
+        ("llama", '{"name": "Wei'),
+        ("json", '{"na'),
+        ("json", '[{"city": "we'),
+        ("pythonic", "["),
+        ("pythonic", "[see"),
+    ):
+        parser = tool_formats()[name].make(ParseContext(tools=weather))
+        assert parse_all(parser, text, "length").content == text, name
+        assert not parser.incomplete
 
 
 @pytest.mark.parametrize(("make", "example"), EXAMPLES)

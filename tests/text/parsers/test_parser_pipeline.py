@@ -19,6 +19,7 @@ from tokenspeed.text.parsers.interface import (
     ParseContext,
     ParsedCall,
     ReasoningDelta,
+    ToolCallAbandoned,
     ToolCallArguments,
     ToolCallStart,
     assemble,
@@ -76,7 +77,7 @@ def test_deltas_come_as_soon_as_they_are_certain():
         [ToolCallStart(0, "call_" + "0" * 24, "f"), ToolCallArguments(0, '{"a')],
         [ToolCallArguments(0, '": "x')],
     ]
-    assert parser.flush("length") == []
+    assert parser.flush("length") == [ToolCallAbandoned(0)]
     assert parser.incomplete
     assert parser.finish_reason("stop") == "stop"
 

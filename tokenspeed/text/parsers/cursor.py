@@ -58,6 +58,7 @@ class Cursor:
         self._text = ""
         self._at = 0
         self._ended = False
+        self._cut = False
         self._record: list[str] | None = None
 
     def add(self, text: str) -> None:
@@ -65,9 +66,10 @@ class Cursor:
         self._text = self._text[self._at :] + text
         self._at = 0
 
-    def end(self) -> None:
-        """No text will follow."""
+    def end(self, cut: bool = False) -> None:
+        """No text will follow. `cut`: by the length limit, so the model had more to say."""
         self._ended = True
+        self._cut = cut
 
     @property
     def held(self) -> int:
@@ -78,6 +80,11 @@ class Cursor:
     def ended(self) -> bool:
         """No text will follow what is held."""
         return self._ended
+
+    @property
+    def cut(self) -> bool:
+        """No text will follow, though the model had more to say."""
+        return self._cut
 
     def discard(self) -> None:
         """Consume all that is held."""
@@ -93,6 +100,10 @@ class Cursor:
         """All that was consumed since `record`; ends the recording."""
         record, self._record = self._record, None
         return "".join(record or ())
+
+    def begun(self) -> str:
+        """All that was consumed since `record`, and what is held."""
+        return "".join(self._record or ()) + self._text[self._at :]
 
     # Questions.
 
@@ -131,13 +142,15 @@ class Cursor:
         yield from self.run(_SPACE, drop)
 
     def until(
-        self, markers: Markers, sink: Sink, drop_tail: bool = False, leave: Collection[str] = ()
+        self, markers: Markers, sink: Sink, drop_tail: bool = False, leave: Collection[str] = (), special: str = ""
     ) -> Steps[str | None]:
         """Give text to `sink` up to the first marker and consume both; None when the text ends without one.
 
         Args:
             drop_tail: an end of the whole text that may be the beginning of a marker is not given.
             leave: those of the markers that are not consumed.
+            special: a special token in the markers, so that no text has it: an end of the text that was cut, may be the
+                beginning of a marker and has it, is not given.
         """
         while True:
             found = markers.pattern.search(self._text, self._at)
@@ -146,7 +159,10 @@ class Cursor:
                 self._give(found.start(), sink)
                 self._take(found.start() if found.group() in leave else found.end())
                 return found.group()
-            keep = 0 if self._ended and not drop_tail else markers.held(self._text, self._at)
+            keep = markers.held(self._text, self._at)
+            if self._ended and not drop_tail:
+                is_marker = self._cut and special and special in self._text[len(self._text) - keep :]
+                keep = keep if is_marker else 0
             self._give(len(self._text) - keep, sink)
             if self._ended:
                 self.discard()
@@ -193,9 +209,9 @@ class Cursor:
                 return scan.done
             yield
 
-    def json_string(self, limit: int) -> Steps[str | None]:
+    def json_string(self, limit: int, broken: Sink = drop) -> Steps[str | None]:
         """The JSON string that is next, decoded. None: there is none, or its text is longer than `limit` characters;
-        what was looked at may be consumed then."""
+        what was looked at may be consumed then, and is given to `broken`."""
         if (yield from self.peek()) != '"':
             return None
         parts: list[str] = []
@@ -209,6 +225,7 @@ class Cursor:
             if scan.done and room > 0:
                 return decode_string("".join(parts))
             if room <= 0 or self._ended:
+                broken("".join(parts))
                 return None
             yield
 

@@ -81,7 +81,7 @@ class HarmonyParser:
     def flush(self, finish_reason: str) -> list[Delta]:
         if self._ids is not None:
             self._advance(self._ids.flush())
-        self.cursor.end()
+        self.cursor.end(cut=finish_reason == "length")
         next(self._run, None)
         self._output.finish(finish_reason)
         return self._output.taken()

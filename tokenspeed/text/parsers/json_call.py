@@ -11,14 +11,14 @@ from typing import Literal
 
 from tokenspeed.text.parsers.cursor import Cursor, Steps, decode_string, drop
 from tokenspeed.text.parsers.model_json import json_object
-from tokenspeed.text.parsers.output import Output
+from tokenspeed.text.parsers.output import Output, Spellings
 
 MAX_NAME_CHARS = 512
 """Longest JSON text of a key or a name, and longest header of the marked formats: what is longer is no call."""
 
 _ARGUMENTS = ("arguments", "parameters")
 
-Found = Literal["call", "broken", "text"]
+Found = Literal["call", "broken", "text", "cut"]
 
 
 def call_object(cursor: Cursor, output: Output, needs_arguments: bool) -> Steps[Found]:
@@ -28,7 +28,8 @@ def call_object(cursor: Cursor, output: Output, needs_arguments: bool) -> Steps[
         needs_arguments: an object without arguments is no call (where no markup says that it is one).
     Returns:
         "call": it was one, its end is marked. "broken": it was one and has no proper end; the text goes on behind what
-        could be read. "text": it is none; the recording goes on and holds all that was consumed.
+        could be read. "text": it is none; the recording goes on and holds all that was consumed. "cut": as "text", but
+        the length limit cut it where a call could still have come of it.
     """
     return (yield from _CallObject(cursor, output, needs_arguments).read())
 
@@ -38,6 +39,8 @@ def call_or_text(cursor: Cursor, output: Output, needs_arguments: bool) -> Steps
     found = yield from call_object(cursor, output, needs_arguments)
     if found == "text":
         text_or_cut(cursor, output)
+    elif found == "cut":
+        drop_begun(cursor, output)
     return found == "call"
 
 
@@ -49,6 +52,29 @@ def text_or_cut(cursor: Cursor, output: Output) -> None:
         output.cut()
     else:
         output.content(raw)
+
+
+def cut_call(cursor: Cursor, output: Output, spellings: Spellings) -> bool:
+    """Whether what is recorded, with what is held, is the beginning of a call that the length limit cut before its
+    arguments. Then it is markup, which nobody wants as content, and dropped."""
+    begun = cursor.begun().strip() if cursor.cut else ""
+    if not begun or not output.may_begin(begun, spellings):
+        return False
+    drop_begun(cursor, output)
+    return True
+
+
+def closing(cursor: Cursor, mark: str) -> Steps[None]:
+    """The mark behind a whole call, if it is there; what there is of it when it was cut."""
+    if not (yield from cursor.literal(mark)) and cursor.cut:
+        cursor.discard()
+
+
+def drop_begun(cursor: Cursor, output: Output) -> None:
+    """What is recorded and held began a call that was cut."""
+    cursor.discard()
+    cursor.recorded()
+    output.cut()
 
 
 def call_list(cursor: Cursor, output: Output, needs_arguments: bool) -> Steps[None]:
@@ -75,7 +101,8 @@ def call_sequence(cursor: Cursor, output: Output, needs_arguments: bool) -> Step
         yield from cursor.literal(";")
         yield from cursor.space()
         if (yield from cursor.peek()) != "{":
-            output.content(cursor.recorded())
+            if not cut_call(cursor, output, lambda name: (";",)):
+                output.content(cursor.recorded())
             return
 
 
@@ -105,6 +132,8 @@ def marked_arguments(cursor: Cursor, output: Output, end: str | None, fenced: bo
         yield from cursor.space()
     if end is None or (yield from cursor.literal(end)) or not cursor.ended:
         output.end()
+    else:
+        give_up(cursor, output)
 
 
 def give_up(cursor: Cursor, output: Output) -> None:
@@ -122,6 +151,7 @@ class _CallObject:
         self._output = output
         self._needs_arguments = needs_arguments
         self._name: str | None = None
+        self._name_begun = ""  # what there is of the JSON of a name that was cut
         self._own_id: str | None = None
         self._started = False
         self._early: str | None = None  # arguments that came before the name
@@ -129,7 +159,7 @@ class _CallObject:
     def read(self) -> Steps[Found]:
         cursor = self._cursor
         if not (yield from cursor.literal("{")):
-            return "text"
+            return self._give_up()
         while True:
             yield from cursor.space()
             if (yield from cursor.literal("}")):
@@ -152,7 +182,7 @@ class _CallObject:
         if key == "name":
             if self._name is not None:
                 return False
-            self._name = yield from cursor.json_string(MAX_NAME_CHARS)
+            self._name = yield from cursor.json_string(MAX_NAME_CHARS, self._note_begun)
             return self._name is not None and self._output.accepts(self._name)
         if key in _ARGUMENTS:
             if self._started or self._early is not None:
@@ -206,9 +236,20 @@ class _CallObject:
 
     def _give_up(self) -> Found:
         if not self._started:
-            return "text"
+            return "cut" if self._cursor.cut and self._may_be_call() else "text"
         give_up(self._cursor, self._output)
         return "broken"
+
+    def _note_begun(self, raw: str) -> None:
+        self._name_begun = raw
+
+    def _may_be_call(self) -> bool:
+        """Of an object that was cut. Where no markup says that it is a call, a function's name must have begun."""
+        if self._name is not None:
+            return self._output.accepts(self._name)
+        begun = decode_string(self._name_begun + '"') or ""
+        is_marked = not self._needs_arguments or self._output.num_calls > 0
+        return self._output.may_call(begun) and (is_marked or begun != "")
 
 
 def _unpacked(raw: str) -> str | None:

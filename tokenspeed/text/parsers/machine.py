@@ -42,7 +42,7 @@ class GrammarParser:
         return self._output.taken()
 
     def flush(self, finish_reason: str) -> list[Delta]:
-        self.cursor.end()
+        self.cursor.end(cut=finish_reason == "length")
         next(self._run, None)
         self._output.finish(finish_reason)
         return self._output.taken()

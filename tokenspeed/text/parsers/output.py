@@ -7,7 +7,7 @@ end of content and drops it when a call follows. What follows a call's markup, t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -25,6 +25,10 @@ from tokenspeed.text.parsers.interface import (
 from tokenspeed.text.parsers.model_json import json_object
 
 _PLAUSIBLE_NAME = re.compile(r"[^\s\"'<>{}\[\]()]{1,256}")
+_LOOSE = re.compile(r"\s+|(?<=:)\d+")  # white space around tags, and running numbers
+
+Spellings = Callable[[str], Iterable[str]]
+"""Function name -> how the text of its calls may begin, up to the arguments, without running numbers."""
 
 
 class Output:
@@ -87,6 +91,20 @@ class Output:
             return _PLAUSIBLE_NAME.fullmatch(name) is not None
         return name in self._tools
 
+    def may_call(self, begun: str) -> bool:
+        """Whether a name that may be called begins so; of "": whether any may be."""
+        if self._tools is None:
+            return not begun or self.accepts(begun)
+        return any(name.startswith(begun) for name in self._tools)
+
+    def may_begin(self, begun: str, spellings: Spellings) -> bool:
+        """Whether a call that may be made begins so. Where every name may be called, all that is begun may."""
+        text = _LOOSE.sub("", begun)
+        names = () if self._tools is None else self._tools
+        return self._tools is None or any(
+            _LOOSE.sub("", spelling).startswith(text) for name in names for spelling in spellings(name)
+        )
+
     def parameters(self, name: str) -> Mapping[str, Any] | None:
         """The schema of a function's parameters; None when no tools are known."""
         tool: ToolSpec | None = None if self._tools is None else self._tools.get(name)
@@ -130,7 +148,8 @@ class Output:
             self._deltas.append(ToolCallAbandoned(self.num_calls - 1))
 
     def cut(self) -> None:
-        """A forced call was cut before it could begin; its text is markup."""
+        """A call was cut before it could begin; its text is markup."""
+        self._space.clear()
         self.incomplete = True
 
     def finish(self, finish_reason: str) -> None:

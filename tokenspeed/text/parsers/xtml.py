@@ -90,7 +90,7 @@ class XtmlParser:
         return self._output.taken()
 
     def flush(self, finish_reason: str) -> list[Delta]:
-        self.cursor.end()
+        self.cursor.end(cut=finish_reason == "length")
         next(self._run, None)
         self._output.finish(finish_reason)
         return self._output.taken()
@@ -104,6 +104,11 @@ class XtmlParser:
             self.cursor.record(edge)
             found = yield from self.cursor.within(_SEPARATOR, MAX_NAME_CHARS)
             raw = self.cursor.recorded()
+            if found is None and self.cursor.cut:  # brackets are no text: what begins behind one is markup
+                self.cursor.discard()
+                if self._channel == "tools":
+                    self._output.cut()
+                return
             tag, _, attributes = ("" if found is None else found[0].strip(_SPACES)).partition(" ")
             if edge == _OPEN and tag == "call" and self._channel == "tools":
                 yield from self._call(raw, _attributes(attributes))

@@ -56,4 +56,11 @@ EXAMPLES = (
         finish_reason="length",
         incomplete=True,
     ),
+    Example(
+        '[{"name": "weath',
+        "",
+        tools=(ToolSpec("weather"),),
+        finish_reason="length",
+        incomplete=True,
+    ),
 )

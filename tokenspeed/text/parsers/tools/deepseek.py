@@ -33,6 +33,10 @@ def _body(cursor: Cursor, output: Output, name: str) -> Steps[None]:
     yield from marked_arguments(cursor, output, "<｜tool▁call▁end｜>", fenced=True)
 
 
+def _spellings(name: str) -> tuple[str]:
+    return (f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json{{",)
+
+
 def why_not(traits: ModelTraits) -> str | None:
     """The template writes the separator and the fence."""
     return traits.missing("<｜tool▁sep｜>", "```json")
@@ -41,7 +45,9 @@ def why_not(traits: ModelTraits) -> str | None:
 FORMAT = ToolFormat(
     names=("deepseek", "deepseek_v3"),
     make=grammar_format(
-        sectioned(("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), "<｜tool▁call▁begin｜>", _header, _body),
+        sectioned(
+            ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), "<｜tool▁call▁begin｜>", _header, _body, _spellings
+        ),
         trims=False,
     ),
     why_not=why_not,
@@ -73,6 +79,13 @@ EXAMPLES = (
     Example(
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": "x',
         calls=(("f", '{"a": "x'),),
+        finish_reason="length",
+        incomplete=True,
+    ),
+    Example(
+        "A<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weath",
+        "A",
+        tools=(ToolSpec("weather"),),
         finish_reason="length",
         incomplete=True,
     ),

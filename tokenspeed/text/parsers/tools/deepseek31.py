@@ -24,6 +24,10 @@ def _body(cursor: Cursor, output: Output, name: str) -> Steps[None]:
     yield from marked_arguments(cursor, output, "<｜tool▁call▁end｜>")
 
 
+def _spellings(name: str) -> tuple[str]:
+    return (f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",)
+
+
 def why_not(traits: ModelTraits) -> str | None:
     """The template writes the separator; with a fence it is V3's format."""
     if "```json" in traits.template:
@@ -34,7 +38,9 @@ def why_not(traits: ModelTraits) -> str | None:
 FORMAT = ToolFormat(
     names=("deepseek31", "deepseek_v31"),
     make=grammar_format(
-        sectioned(("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), "<｜tool▁call▁begin｜>", _header, _body),
+        sectioned(
+            ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), "<｜tool▁call▁begin｜>", _header, _body, _spellings
+        ),
         trims=False,
     ),
     why_not=why_not,
@@ -64,6 +70,13 @@ EXAMPLES = (
     Example(
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a',
         calls=(("f", '{"a'),),
+        finish_reason="length",
+        incomplete=True,
+    ),
+    Example(
+        "A<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weath",
+        "A",
+        tools=(ToolSpec("weather"),),
         finish_reason="length",
         incomplete=True,
     ),

@@ -18,6 +18,7 @@ from tokenspeed.text.parsers.sectioned import sectioned
 from tokenspeed.text.parsers.typed_arguments import NOT_STRING, STRING, Kind, ObjectWriter, ValueEnd
 
 _SECTION = tuple(f"<{slash}｜DSML｜{word}>" for word in ("function_calls", "tool_calls") for slash in ("", "/"))
+_INVOKE = '<｜DSML｜invoke name="'
 _INVOKE_END = "</｜DSML｜invoke>"
 _PARAMETER = '<｜DSML｜parameter name="'
 _PARAMETER_END = ValueEnd("</｜DSML｜parameter>", "<｜DSML｜parameter name=", _INVOKE_END)
@@ -51,6 +52,10 @@ def _body(cursor: Cursor, output: Output, name: str) -> Steps[None]:
         give_up(cursor, output)
 
 
+def _spellings(name: str) -> tuple[str]:
+    return (f'{_INVOKE}{name}">',)
+
+
 def why_not(traits: ModelTraits) -> str | None:
     """The template, or the architecture whose encoding is a module and no template."""
     if traits.architecture in ("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM"):
@@ -60,13 +65,13 @@ def why_not(traits: ModelTraits) -> str | None:
 
 FORMAT = ToolFormat(
     names=("deepseek32", "deepseek_v32", "deepseek_v4"),
-    make=grammar_format(sectioned(_SECTION, '<｜DSML｜invoke name="', _header, _body)),
+    make=grammar_format(sectioned(_SECTION, _INVOKE, _header, _body, _spellings, special="｜DSML｜")),
     why_not=why_not,
     rank=10,
     needs_special_tokens=True,
     marks=CallMarks(
-        '<｜DSML｜invoke name="',
-        lambda name: f'<｜DSML｜invoke name="{name}">',
+        _INVOKE,
+        lambda name: f'{_INVOKE}{name}">',
         _INVOKE_END,
         section=None,
         parameters=ParameterMarks(
@@ -107,6 +112,13 @@ EXAMPLES = (
     Example(
         '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true">some te',
         calls=(("f", '{"a": "some te'),),
+        finish_reason="length",
+        incomplete=True,
+    ),
+    Example(
+        'A\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weath',
+        "A",
+        tools=(ToolSpec("weather"),),
         finish_reason="length",
         incomplete=True,
     ),

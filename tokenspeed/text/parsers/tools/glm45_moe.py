@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
 from tokenspeed.text.parsers.interface import CallMarks, Example, ModelTraits, ParameterMarks, ToolFormat, ToolSpec
-from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, give_up
+from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, cut_call, give_up
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
 from tokenspeed.text.parsers.typed_arguments import ANY, ObjectWriter, ValueEnd, member_kinds
@@ -23,14 +23,21 @@ _VALUE_END = ValueEnd("</arg_value>", "<arg_key>", "</tool_call>")
 def grammar(cursor: Cursor, output: Output) -> Steps[None]:
     """Any number of calls, text between."""
     while (mark := (yield from cursor.until(_OPEN, output.content))) is not None:
+        cursor.record(mark)
         header = yield from cursor.within(_BEHIND_NAME, MAX_NAME_CHARS, leave=True)
         if header is None or header[1] == "<tool_call>" or not output.accepts(header[0].strip()):
-            output.content(mark + (header[0] if header else ""))
+            if not cut_call(cursor, output, _spellings):
+                output.content(cursor.recorded())
             continue
+        cursor.recorded()
         name = header[0].strip()
         output.start(name)
         yield from _arguments(cursor, output, name)
         yield from cursor.space()
+
+
+def _spellings(name: str) -> tuple[str, str]:
+    return f"<tool_call>{name}<arg_key>", f"<tool_call>{name}</tool_call>"
 
 
 def _arguments(cursor: Cursor, output: Output, name: str) -> Steps[None]:
@@ -101,6 +108,13 @@ EXAMPLES = (
         "<tool_call>search.web-2\n<arg_key>q</arg_key>\n<arg_value>how to",
         calls=(("search.web-2", '{"q": "how to'),),
         tools=(_SEARCH,),
+        finish_reason="length",
+        incomplete=True,
+    ),
+    Example(
+        "A\n<tool_call>weath",
+        "A",
+        tools=(ToolSpec("weather"),),
         finish_reason="length",
         incomplete=True,
     ),

@@ -70,4 +70,10 @@ EXAMPLES = (
         calls=(("f", '{"a": '),),
         incomplete=True,
     ),
+    Example(
+        "<|channel|>final<|message|>A<|end|><|start|>assistant<|channel|>commentary to=functions.weath",
+        "A",
+        tools=(ToolSpec("weather"),),
+        finish_reason="length",
+    ),
 )

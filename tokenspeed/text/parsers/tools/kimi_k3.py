@@ -56,4 +56,12 @@ EXAMPLES = (
         finish_reason="length",
         incomplete=True,
     ),
+    Example(
+        'A<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="weath',
+        "A",
+        tools=(ToolSpec("weather"),),
+        prompt="<|open|>response<|sep|>",
+        finish_reason="length",
+        incomplete=True,
+    ),
 )

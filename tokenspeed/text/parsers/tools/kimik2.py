@@ -34,6 +34,11 @@ def _body(cursor: Cursor, output: Output, name: str) -> Steps[None]:
     yield from marked_arguments(cursor, output, "<|tool_call_end|>")
 
 
+def _spellings(name: str) -> tuple[str, str]:
+    begin, end = "<|tool_call_begin|>", ":<|tool_call_argument_begin|>"
+    return f"{begin}functions.{name}{end}", f"{begin}{name}{end}"
+
+
 def why_not(traits: ModelTraits) -> str | None:
     """The template writes the section."""
     return traits.missing(SECTION_BEGIN)
@@ -42,7 +47,7 @@ def why_not(traits: ModelTraits) -> str | None:
 FORMAT = ToolFormat(
     names=("kimik2", "kimi_k2"),
     make=grammar_format(
-        sectioned((SECTION_BEGIN, "<|tool_calls_section_end|>"), "<|tool_call_begin|>", _header, _body),
+        sectioned((SECTION_BEGIN, "<|tool_calls_section_end|>"), "<|tool_call_begin|>", _header, _body, _spellings),
         ids=_id,
         trims=False,
     ),
@@ -88,5 +93,12 @@ EXAMPLES = (
     Example(
         '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}',
         calls=(("f", {"a": 1}),),
+    ),
+    Example(
+        "A <|tool_calls_section_begin|><|tool_call_begin|>functions.weath",
+        "A ",
+        tools=(ToolSpec("weather"),),
+        finish_reason="length",
+        incomplete=True,
     ),
 )

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
 from tokenspeed.text.parsers.interface import Example, ModelTraits, OpeningMarks, ToolFormat, ToolSpec
-from tokenspeed.text.parsers.json_call import call_sequence
+from tokenspeed.text.parsers.json_call import call_sequence, cut_call
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
+from tokenspeed.text.parsers.typed_arguments import dumps
 
 _TAG = Markers("<|python_tag|>")
 
@@ -23,9 +24,13 @@ def grammar(cursor: Cursor, output: Output) -> Steps[None]:
         yield from cursor.space()
         if (yield from cursor.peek()) == "{":
             yield from call_sequence(cursor, output, needs_arguments=mark == "")
-        else:
+        elif mark == "" or not cut_call(cursor, output, _spellings):
             output.content(cursor.recorded())
         mark = yield from cursor.until(_TAG, output.content)
+
+
+def _spellings(name: str) -> tuple[str]:
+    return (f'<|python_tag|>{{"name": {dumps(name)}',)
 
 
 def why_not(traits: ModelTraits) -> str | None:
@@ -56,6 +61,13 @@ EXAMPLES = (
     Example(
         '<|python_tag|>{"name": "f", "parameters": {"q": "\\',
         calls=(("f", '{"q": "\\'),),
+        finish_reason="length",
+        incomplete=True,
+    ),
+    Example(
+        'A <|python_tag|>{"name": "weath',
+        "A",
+        tools=(ToolSpec("weather"),),
         finish_reason="length",
         incomplete=True,
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
 from tokenspeed.text.parsers.interface import CallMarks, Example, ModelTraits, ParseContext, ToolFormat, ToolSpec
-from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, call_list, marked_arguments, may_begin_arguments
+from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, call_list, cut_call, marked_arguments, may_begin_arguments
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
 
@@ -44,12 +44,19 @@ def _named_call(cursor: Cursor, output: Output) -> Steps[None]:
         yield from cursor.literal("[ARGS]")
     is_call = bool(name) and own_id != "" and output.accepts(name)
     if not is_call or not (yield from may_begin_arguments(cursor, markup="")):
-        output.content(cursor.recorded())
+        # An id that was cut is not looked at: the name in front of it is one that may be called.
+        begun = cursor.begun() if own_id == "" and output.accepts(name) else ""
+        if not cut_call(cursor, output, lambda name: (*_spellings(name), begun)):
+            output.content(cursor.recorded())
         return
     cursor.recorded()
     output.start(name, own_id)
     yield from marked_arguments(cursor, output, end=None)
     yield from cursor.space()
+
+
+def _spellings(name: str) -> tuple[str, str]:
+    return f"[TOOL_CALLS]{name}[ARGS]", f"[TOOL_CALLS]{name}[CALL_ID]"
 
 
 def why_not(traits: ModelTraits) -> str | None:
@@ -91,6 +98,13 @@ EXAMPLES = (
     Example(
         '[TOOL_CALLS]f[ARGS]{"a": "b", "c',
         calls=(("f", '{"a": "b", "c'),),
+        finish_reason="length",
+        incomplete=True,
+    ),
+    Example(
+        "A [TOOL_CALLS]weath",
+        "A",
+        tools=(ToolSpec("weather"),),
         finish_reason="length",
         incomplete=True,
     ),

@@ -13,12 +13,13 @@ import re
 from tokenspeed.text.parsers import python_literal
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
 from tokenspeed.text.parsers.interface import Example, ModelTraits, OpeningMarks, ToolFormat, ToolSpec
-from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, give_up
+from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, cut_call, give_up
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
 from tokenspeed.text.parsers.typed_arguments import dumps
 
 _NAME = re.compile(r"[^\W\d][\w.\-]*")
+_START = "<|python_start|>"
 _BEHIND_NAME = Markers("(")
 _BEHIND_KEY = Markers("=")
 
@@ -27,11 +28,12 @@ def grammar(cursor: Cursor, output: Output) -> Steps[None]:
     """One list of calls; what follows it is content."""
     cursor.record("")
     yield from cursor.space()
-    yield from cursor.literal("<|python_start|>")
+    yield from cursor.literal(_START)
     yield from cursor.space()
     more = yield from cursor.literal("[")
     if not more:  # then a closing bracket closes nothing: it is text like any other
-        output.content(cursor.recorded())
+        if not _cut(cursor, output):
+            output.content(cursor.recorded())
         return
     while more:
         yield from cursor.space()
@@ -47,12 +49,24 @@ def grammar(cursor: Cursor, output: Output) -> Steps[None]:
         cursor.record("")
         more = yield from cursor.literal(",")
     if more or not (yield from cursor.literal("]")):
-        output.content(cursor.recorded())
+        if not _cut(cursor, output):
+            output.content(cursor.recorded())
         return
     cursor.recorded()
     yield from cursor.space()
     yield from cursor.literal("<|python_end|>")
     yield from cursor.space()
+
+
+def _cut(cursor: Cursor, output: Output) -> bool:
+    """`cut_call`; where neither tag nor call is in front, a function's name must have begun: `[` begins much."""
+    begun = cursor.begun().strip()
+    is_certain = output.num_calls > 0 or begun.startswith(_START) or begun[1:].strip() != ""
+    return is_certain and cut_call(cursor, output, _spellings)
+
+
+def _spellings(name: str) -> tuple[str, str, str]:
+    return f"[{name}(", f"{_START}[{name}(", f",{name}("
 
 
 def _arguments(cursor: Cursor, output: Output) -> Steps[bool]:
@@ -104,7 +118,7 @@ FORMAT = ToolFormat(
     why_not=why_not,
     rank=20,
     needs_special_tokens=True,
-    openings=OpeningMarks("python", around=("<|python_start|>", "<|python_end|>")),
+    openings=OpeningMarks("python", around=(_START, "<|python_end|>")),
 )
 
 EXAMPLES = (
@@ -129,4 +143,11 @@ EXAMPLES = (
     Example("[f(a=1, a=2)] t", "2)] t", calls=(("f", '{"a": 1'),), incomplete=True),
     Example("[f(a=1, b=x.y)] t", ")] t", calls=(("f", '{"a": 1'),), incomplete=True),
     Example('[f(a="lo', calls=(("f", '{"a": "lo'),), finish_reason="length", incomplete=True),
+    Example(
+        "[weath",
+        "",
+        tools=(ToolSpec("weather"),),
+        finish_reason="length",
+        incomplete=True,
+    ),
 )

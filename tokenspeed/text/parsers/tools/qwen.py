@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
 from tokenspeed.text.parsers.interface import CallMarks, Example, ModelTraits, ToolFormat, ToolSpec
-from tokenspeed.text.parsers.json_call import call_or_text
+from tokenspeed.text.parsers.json_call import call_or_text, closing
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
 from tokenspeed.text.parsers.typed_arguments import dumps
@@ -23,7 +23,7 @@ def grammar(cursor: Cursor, output: Output) -> Steps[None]:
         yield from cursor.space()
         if (yield from call_or_text(cursor, output, needs_arguments=False)):
             yield from cursor.space()
-            yield from cursor.literal("</tool_call>")
+            yield from closing(cursor, "</tool_call>")
             yield from cursor.space()
 
 
@@ -97,6 +97,13 @@ EXAMPLES = (
         '<tool_call>{"name": "f", "arguments": {"a": 1]}</tool_call>',
         "]}</tool_call>",
         calls=(("f", '{"a": 1'),),
+        incomplete=True,
+    ),
+    Example(
+        'A <tool_call>\n{"name": "weath',
+        "A",
+        tools=(ToolSpec("weather"),),
+        finish_reason="length",
         incomplete=True,
     ),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tokenspeed.text.parsers.cursor import Cursor, Markers, Steps
 from tokenspeed.text.parsers.interface import CallMarks, Example, ModelTraits, ParameterMarks, ToolFormat, ToolSpec
-from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, give_up
+from tokenspeed.text.parsers.json_call import MAX_NAME_CHARS, closing, cut_call, give_up
 from tokenspeed.text.parsers.machine import grammar_format
 from tokenspeed.text.parsers.output import Output
 from tokenspeed.text.parsers.typed_arguments import STRING, ObjectWriter, ValueEnd, member_kinds
@@ -22,13 +22,15 @@ _VALUE_END = ValueEnd("</parameter>", "<parameter=", "</function>", "</tool_call
 
 def grammar(cursor: Cursor, output: Output) -> Steps[None]:
     """Any number of calls, text between."""
-    while (mark := (yield from cursor.until(_OPEN, output.content))) is not None:
+    tail = "<function" if output.may_call("") else ""  # no text ends so
+    while (mark := (yield from cursor.until(_OPEN, output.content, special=tail))) is not None:
         cursor.record(mark)
         name = yield from _name(cursor, mark)
-        raw = cursor.recorded()
         if name is None or not output.accepts(name):
-            output.content(raw)
+            if not cut_call(cursor, output, _spellings):
+                output.content(cursor.recorded())
             continue
+        cursor.recorded()
         output.start(name)
         yield from _parameters(cursor, output, name)
         yield from cursor.space()
@@ -41,6 +43,10 @@ def _name(cursor: Cursor, mark: str) -> Steps[str | None]:
             return None
     tag = yield from cursor.within(_TAG_END, MAX_NAME_CHARS)
     return None if tag is None else tag[0].strip()
+
+
+def _spellings(name: str) -> tuple[str, str]:
+    return f"<tool_call><function={name}>", f"<function={name}>"
 
 
 def _parameters(cursor: Cursor, output: Output, name: str) -> Steps[None]:
@@ -59,7 +65,7 @@ def _parameters(cursor: Cursor, output: Output, name: str) -> Steps[None]:
     if (yield from cursor.literal("</function>")):
         writer.close()
         yield from cursor.space()
-        yield from cursor.literal("</tool_call>")
+        yield from closing(cursor, "</tool_call>")
     elif (yield from cursor.literal("</tool_call>")):
         writer.close()
     else:
@@ -162,6 +168,13 @@ EXAMPLES = (
         "<tool_call>\n<function=write-file.v1>\n<parameter=lines>\n12",
         calls=(("write-file.v1", ""),),
         tools=(_WRITE,),
+        finish_reason="length",
+        incomplete=True,
+    ),
+    Example(
+        "A\n<tool_call>\n<function=weath",
+        "A",
+        tools=(ToolSpec("weather"),),
         finish_reason="length",
         incomplete=True,
     ),
