@@ -200,6 +200,11 @@ def test_total_tokens_make_whole_pages():
         (EngineArgs(max_total_tokens=10), ["10", "one page of 16"]),
         (EngineArgs(max_total_tokens=2, prefix_granularity=2, max_model_len=3), ["3", "2 tokens"]),
         (EngineArgs(kv_cache_memory_gb=21), ["21", "20.0 GiB"]),
+        # The bug: a traceback with torch's words about an allocation.
+        (
+            EngineArgs(max_total_tokens=10**14),
+            [f"{TOKEN_BYTES} bytes a token", "20.0 GiB", "lower it"],
+        ),
         (EngineArgs(num_threads=5), ["5", "4 cores"]),
         (EngineArgs(load_format="safetensors"), ["safetensors", "--load-format gguf"]),
     ],

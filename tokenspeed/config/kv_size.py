@@ -26,9 +26,22 @@ def kv_bytes_per_token(model: ModelConfig, dtype: str) -> int:
 
 
 def kv_size(
-    args: EngineArgs, device: DeviceInfo, kind: Literal["cpu", "cuda"], page_size: int, choices: list[Choice]
+    args: EngineArgs,
+    device: DeviceInfo,
+    kind: Literal["cpu", "cuda"],
+    page_size: int,
+    token_bytes: int,
+    choices: list[Choice],
 ) -> tuple[int | None, int | None]:
-    """(pages, None) when given in tokens, (None, bytes), or (None, None) for what a GPU has left after a warm-up."""
+    """(pages, None) when given in tokens, (None, bytes), or (None, None) for what a GPU has left after a warm-up.
+
+    Args:
+        token_bytes: see `kv_bytes_per_token`.
+    Raises:
+        ConfigError: a size that is none, or more than the machine's memory.
+    """
+    there = device.memory_available_bytes if kind == "cpu" else device.gpus[0].memory_total_bytes
+    where = f"only {there / GIB:.1f} GiB {'are available' if kind == 'cpu' else 'are in the GPU'}"
     if args.max_total_tokens is not None:
         if args.kv_cache_memory_gb is not None:
             raise ConfigError(
@@ -41,14 +54,18 @@ def kv_size(
                 f"--max-total-tokens is {args.max_total_tokens}, less than one page of {page_size} tokens; raise it to "
                 f"at least {page_size} or lower --prefix-granularity"
             )
+        if num_pages * page_size * token_bytes > there:
+            needed = args.max_total_tokens * token_bytes / GIB
+            raise ConfigError(
+                f"--max-total-tokens is {args.max_total_tokens}, which takes {needed:.1f} GiB ({token_bytes} bytes a "
+                f"token), but {where}; lower it to at most {there // token_bytes} or free memory"
+            )
         return num_pages, None
     if args.kv_cache_memory_gb is not None:
         wanted = int(args.kv_cache_memory_gb * GIB)
-        there = device.memory_available_bytes if kind == "cpu" else device.gpus[0].memory_total_bytes
         if wanted > there:
             raise ConfigError(
-                f"--kv-cache-memory-gb is {args.kv_cache_memory_gb:g}, but only {there / GIB:.1f} GiB "
-                f"{'are available' if kind == 'cpu' else 'are in the GPU'}; lower it or free memory"
+                f"--kv-cache-memory-gb is {args.kv_cache_memory_gb:g}, but {where}; lower it or free memory"
             )
         return None, wanted
     if kind == "cuda":

@@ -266,8 +266,8 @@ def _room(
     usual = _USUAL[kind]
     page_size = _page_size(args, usual, choices)
     utilization = memory_utilization(args, choices) if kind == "cuda" else None
-    num_pages, kv_memory_bytes = kv_size(args, device, kind, page_size, choices)
     token_bytes = kv_bytes_per_token(model, kv_cache_dtype)
+    num_pages, kv_memory_bytes = kv_size(args, device, kind, page_size, token_bytes, choices)
     step_tokens = args.chunked_prefill_size or usual.chunk_tokens
     capacity = kv_capacity(model, num_pages, kv_memory_bytes, page_size, token_bytes, step_tokens)
     max_model_len = _max_model_len(args, model, capacity, token_bytes, allow_longer_context, choices)
