@@ -26,6 +26,7 @@ Early     A tile with `early` blocks reads lengths, page numbers and its first k
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +34,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenspeed.kernels.triton.gpu import copies, fitting
 from tokenspeed.kernels.triton.launch import QuickLaunch, ceil_div, power_of_2
 from tokenspeed.kernels.triton.prefetch import prefetch_l2
 
@@ -504,6 +506,37 @@ def choose_decode_tile(num_rows: int, head_dim: int, window: int | None) -> Deco
     if window is not None:
         tile = replace(tile, num_splits=min(tile.num_splits, ceil_div(window, tile.block_t)))
     return tile
+
+
+EXTRA_BYTES = 1024
+"""More than what rows exchange through shared memory, and the page numbers of a loop's blocks."""
+TALL_HEADS = 64
+"""Heads of a group from which on Hopper's asynchronous tensor cores take them."""
+
+
+def fitting_decode_tile(tile: DecodeTile, q: torch.Tensor, keys: torch.Tensor, limit: int) -> DecodeTile:
+    """`tile`, or one that reads fewer blocks early, or shorter blocks, where a program may have `limit` bytes of shared
+    memory only. q [R, Hq, D], keys [pages, page_size, Hk, D]. The number of splits, and so the workspace, stays."""
+    block_d = power_of_2(q.shape[2])
+    block_h = max(16, power_of_2(q.shape[1] // keys.shape[2]))
+
+    def needed(a: DecodeTile) -> int:
+        # See `choose_prefill_tile`. What is read early comes to the tensor cores by shared memory too.
+        ahead = copies((a.num_stages + 1) // 2, limit if block_h >= TALL_HEADS else 0)
+        blocks = 2 * max(ahead, a.early) * a.block_t * keys.element_size()
+        return (block_h * q.element_size() + blocks) * block_d + block_h * a.block_t * q.element_size() + EXTRA_BYTES
+
+    return fitting(_lighter_tiles(tile), needed, limit)
+
+
+def _lighter_tiles(tile: DecodeTile) -> Iterator[DecodeTile]:
+    yield tile
+    if tile.early > 1:
+        tile = replace(tile, early=1)
+        yield tile
+    while tile.block_t > 16:
+        tile = replace(tile, block_t=tile.block_t // 2)
+        yield tile
 
 
 def decode_workspace(

@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed.kernels.registry import Implementation, Need
 from tokenspeed.kernels.triton import small_linear
-from tokenspeed.kernels.triton.gpu import Workspace, has_pdl, why_no_triton
+from tokenspeed.kernels.triton.gpu import NO_LIMIT, Workspace, has_pdl, shared_bytes, why_no_triton
 from tokenspeed.kernels.triton.launch import ceil_div, power_of_2
 from tokenspeed.kernels.triton.pointwise import rms_norm, silu_and_mul
 from tokenspeed.kernels.triton.small_linear import (
@@ -33,6 +33,7 @@ from tokenspeed.kernels.triton.small_linear import (
     SCALE_BLOCK,
     GemvTile,
     SkinnyTile,
+    fitting_tile,
     load_x,
     make_workspace,
     options,
@@ -236,10 +237,13 @@ def fused_fp8_linear(
     gated: bool = False,
     tile: GemvTile | SkinnyTile | None = None,
     pdl: bool = True,
+    limit: int = NO_LIMIT,
 ) -> torch.Tensor:
     """`small_linear.fused_linear` with weight e4m3 [N, K], K a multiple of 64, and scale float32: [N], or
     [ceil(N / 128), K / 128] (gated: N / 2 a multiple of 128).
 
+    Args:
+        limit: shared memory that one program may have, for the choice of a tile.
     Returns:
         [M, N], [M, N / 2] when gated; `residual` itself when given.
     """
@@ -248,6 +252,8 @@ def fused_fp8_linear(
     num_out = out.shape[1]
     if tile is None:
         tile = choose_tile(num_rows, num_out, width, norm is not None or gated)
+        if isinstance(tile, SkinnyTile):
+            tile = fitting_tile(tile, num_rows, gated, 1, limit)
     if isinstance(tile, SkinnyTile):
         scales: Literal["row", "block"] = "row" if scale.dim() == 1 else "block"
         skinny_linear(x, weight, scale, scales, workspace, bias, norm, eps, residual, gated, tile, out, pdl)
@@ -289,6 +295,7 @@ class TritonFp8Linear:
     def __init__(self, device: torch.device, pdl: bool) -> None:
         self._workspace = make_workspace(device)
         self._pdl = pdl
+        self._limit = shared_bytes(device)
 
     def why_not(self, in_features: int, out_features: int, is_block: bool) -> str | None:
         """See `Fp8Linear.why_not`."""
@@ -315,7 +322,9 @@ class TritonFp8Linear:
         """See `Fp8Linear.__call__`."""
         is_block = scale.dim() == 2
         if x.shape[0] == 1 or (is_block and x.shape[0] <= MAX_ROWS):
-            return fused_fp8_linear(x, weight, scale, self._workspace, bias, norm, eps, residual, gated, pdl=self._pdl)
+            return fused_fp8_linear(
+                x, weight, scale, self._workspace, bias, norm, eps, residual, gated, pdl=self._pdl, limit=self._limit
+            )
         if norm is not None:
             x = rms_norm(x, norm, eps, pdl=self._pdl)
         if is_block:

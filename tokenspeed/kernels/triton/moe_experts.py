@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 
 import torch
-import triton
 
 from tokenspeed.kernels.registry import Implementation, Need
-from tokenspeed.kernels.triton.gpu import Workspace, has_pdl, why_no_triton
+from tokenspeed.kernels.triton.gpu import Workspace, has_pdl, shared_bytes, why_no_triton
 from tokenspeed.kernels.triton.moe_gemv import DenseExperts, gemv_down, gemv_gate_up, make_workspace
 from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix, expert_matrix
 from tokenspeed.kernels.triton.moe_mxfp4 import BLOCK, pack_mxfp4
@@ -180,9 +179,8 @@ def _why_not(need: Need) -> str | None:
 
 def _make(need: Need) -> TritonExpertKernels:
     properties = torch.cuda.get_device_properties(need.device)
-    shared_bytes = triton.runtime.driver.active.utils.get_device_properties(need.device.index or 0)["max_shared_mem"]
     return TritonExpertKernels(
-        need.device, has_pdl(need.device), load_table(properties.name), shared_bytes, properties.name,
+        need.device, has_pdl(need.device), load_table(properties.name), shared_bytes(need.device), properties.name,
         why_no_mma(torch.cuda.get_device_capability(need.device), torch.version.hip is None),
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenspeed.kernels.triton.gpu import NO_LIMIT, copies, fitting
 from tokenspeed.kernels.triton.launch import QuickLaunch, ceil_div, power_of_2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -176,6 +177,34 @@ TILE = PrefillTile(128, 64, 8, 3)
 FLOAT32_TILE = PrefillTile(32, 32, 8, 1)
 """float32 is multiplied exactly, by the lanes and not by matrix units, whose operands fill registers: with heads of 128
 `TILE` keeps 17 KB a thread in local memory, this one nothing."""
+SMALL_TILES = (
+    PrefillTile(64, 32, 4, 3),
+    PrefillTile(32, 32, 4, 3),
+    PrefillTile(16, 16, 4, 3),
+    PrefillTile(16, 16, 4, 1),
+)
+"""Not measured: for heads too wide for the others, the first of 256 where a program may have 99 KiB."""
+EXTRA_BYTES = 1024
+"""More than what rows exchange through shared memory, and the page numbers of a loop's blocks."""
+
+
+def choose_prefill_tile(q: torch.Tensor, keys: torch.Tensor, limit: int) -> PrefillTile:
+    """By the dtype, and by what fits.
+
+    Args:
+        q: [T, Hq, D]. keys: [pages, page_size, Hk, D].
+        limit: shared memory that one program may have, bytes.
+    """
+    block_d = power_of_2(q.shape[2])
+
+    def needed(tile: PrefillTile) -> int:
+        # A loop over pages reads twice, page numbers and what lies there, so that half of its stages hold the latter:
+        # keys and values, of which a loop of one stage holds but one at a time.
+        ahead = 2 * copies((tile.num_stages + 1) // 2, limit) if tile.num_stages > 1 else 1
+        operands = tile.block_q * q.element_size() + ahead * tile.block_t * keys.element_size()
+        return operands * block_d + tile.block_q * tile.block_t * q.element_size() + EXTRA_BYTES
+
+    return fitting((FLOAT32_TILE if q.dtype == torch.float32 else TILE, *SMALL_TILES), needed, limit)
 
 
 def prefill_attention(
@@ -193,6 +222,7 @@ def prefill_attention(
     tile: PrefillTile | None = None,
     out_scale: float = 1.0,
     is_padded: bool = False,
+    limit: int = NO_LIMIT,
 ) -> torch.Tensor:
     """q [T, Hq, D], keys and values [pages, page_size, Hk, D], page_table [R, P] int32, query_start [R + 1] int32,
     seq_lens [R] int32 -> [T, Hq * D].
@@ -200,15 +230,14 @@ def prefill_attention(
     Args:
         window: tokens that a query sees, itself included; pages before the first query's are not read.
         sinks: [Hq] float32.
-        tile: None = the one for the dtype.
+        tile: None = `choose_prefill_tile`.
         is_padded: rows past query_start[R] are wanted, as zeros.
+        limit: shared memory that one program may have, for the choice.
     """
-    if tile is None:
-        tile = FLOAT32_TILE if q.dtype == torch.float32 else TILE
+    tile = tile or choose_prefill_tile(q, keys, limit)
     num_tokens, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = keys.shape
-    shape = (num_tokens, num_heads * head_dim)
-    out = q.new_zeros(shape) if is_padded else q.new_empty(shape)
+    out = (q.new_zeros if is_padded else q.new_empty)((num_tokens, num_heads * head_dim))
     grid = (ceil_div(max_query_len, tile.block_q), num_heads, seq_lens.shape[0])
     _prefill[grid](
         q,

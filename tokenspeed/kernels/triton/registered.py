@@ -12,8 +12,13 @@ from torch.nn import functional
 from tokenspeed.attention.interface import AttentionBatch
 from tokenspeed.kernels.cuda_graph import CudaGraphRecorder
 from tokenspeed.kernels.registry import SLOT_OPS, Implementation, Need, nothing_to_say
-from tokenspeed.kernels.triton.decode_attention import choose_decode_tile, decode_attention, shared_workspace
-from tokenspeed.kernels.triton.gpu import has_pdl, why_no_triton
+from tokenspeed.kernels.triton.decode_attention import (
+    choose_decode_tile,
+    decode_attention,
+    fitting_decode_tile,
+    shared_workspace,
+)
+from tokenspeed.kernels.triton.gpu import has_pdl, shared_bytes, why_no_triton
 from tokenspeed.kernels.triton.launch import launch_notes
 from tokenspeed.kernels.triton.pointwise import qkv_rope_cache, rms_norm, silu_and_mul
 from tokenspeed.kernels.triton.prefill_attention import prefill_attention
@@ -53,6 +58,7 @@ class TritonLinear:
     def __init__(self, device: torch.device, pdl: bool) -> None:
         self._workspace = make_workspace(device)
         self._pdl = pdl
+        self._limit = shared_bytes(device)
 
     def __call__(
         self,
@@ -68,7 +74,9 @@ class TritonLinear:
         if norm is not None and x.shape[0] > 1:
             # Tensor cores take x from shared memory; a norm on the way there stalls the pipeline (3 times slower).
             x, norm = rms_norm(x, norm, eps, pdl=self._pdl), None
-        return fused_linear(x, weight, self._workspace, bias, norm, eps, residual, gated, pdl=self._pdl)
+        return fused_linear(
+            x, weight, self._workspace, bias, norm, eps, residual, gated, pdl=self._pdl, limit=self._limit
+        )
 
     def why_not(self, in_features: int) -> str | None:
         """None when a weight of this width can be read in whole tiles."""
@@ -97,6 +105,7 @@ class PagedAttention:
     def __init__(self, device: torch.device, pdl: bool) -> None:
         self._pdl = pdl
         self._workspaces = _Workspaces(device)
+        self._limit = shared_bytes(device)
 
     def __call__(
         self,
@@ -119,7 +128,7 @@ class PagedAttention:
                 return out if out_scale == 1.0 else out.mul_(out_scale)
         return prefill_attention(
             q, keys, values, batch.page_table, batch.query_start, batch.seq_lens, max_query_len, scale, window,
-            sinks, logit_cap, out_scale=out_scale, is_padded=batch.query_lens_host is None,
+            sinks, logit_cap, out_scale=out_scale, is_padded=batch.query_lens_host is None, limit=self._limit,
         )  # fmt: skip
 
     def _decode(
@@ -137,6 +146,7 @@ class PagedAttention:
         num_requests, num_heads, head_dim = q.shape
         num_kv_heads = keys.shape[2]
         tile = choose_decode_tile(num_requests * num_kv_heads, head_dim, window)
+        tile = fitting_decode_tile(tile, q, keys, self._limit)
         workspace = self._workspaces.get(num_heads, num_kv_heads, head_dim)
         return decode_attention(
             q,

@@ -14,7 +14,8 @@ weights (which depend on nobody) and only then wait for their input.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -23,7 +24,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed.kernels.triton.e4m3 import widen_e4m3
-from tokenspeed.kernels.triton.gpu import Workspace, new_workspace
+from tokenspeed.kernels.triton.gpu import NO_LIMIT, Workspace, copies, fitting, new_workspace
 from tokenspeed.kernels.triton.launch import QuickLaunch, ceil_div, power_of_2
 from tokenspeed.kernels.triton.prefetch import prefetch_l2
 
@@ -305,6 +306,7 @@ def fused_linear(
     gated: bool = False,
     tile: GemvTile | SkinnyTile | None = None,
     pdl: bool = True,
+    limit: int = NO_LIMIT,
 ) -> torch.Tensor:
     """x [M, K] contiguous, weight [N, K], M <= 64, K a multiple of 128 when M > 1.
 
@@ -313,6 +315,7 @@ def fused_linear(
         residual: [M, N], updated in place with the sum and returned.
         gated: W's rows are [gate | up]; the result is silu(gate) * up.
         tile: None = chosen by shape.
+        limit: shared memory that one program may have, for the choice.
     Returns:
         [M, N], [M, N / 2] when gated; `residual` itself when given.
     """
@@ -321,6 +324,8 @@ def fused_linear(
     num_out = out.shape[1]
     if tile is None:
         tile = choose_tile(num_rows, num_out, width, norm is not None or gated)
+        if isinstance(tile, SkinnyTile):
+            tile = fitting_tile(tile, num_rows, gated, weight.element_size(), limit)
     if isinstance(tile, SkinnyTile):
         skinny_linear(x, weight, None, "none", workspace, bias, norm, eps, residual, gated, tile, out, pdl)
         return out
@@ -374,7 +379,7 @@ def skinny_linear(
         num_out,
         eps,
         K=width,
-        BLOCK_M=max(16, power_of_2(num_rows)),
+        BLOCK_M=block_m(num_rows),
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         SPLIT_K=tile.split_k,
@@ -413,6 +418,34 @@ def choose_tile(
     if num_rows <= 32 and 128 < ceil_div(num_out, 64) * split_k < 256:
         return SkinnyTile(block_k=64, split_k=split_k, stages=6)  # more, smaller steps even out a part-filled card
     return SkinnyTile(split_k=split_k)
+
+
+def fitting_tile(tile: SkinnyTile, num_rows: int, gated: bool, weight_bytes: int, limit: int) -> SkinnyTile:
+    """`tile`; where a program may have less shared memory than on the GPU that it was measured on (`limit` bytes), one
+    of fewer stages, or of fewer outputs."""
+    columns = block_m(num_rows) * 2
+
+    def needed(a: SkinnyTile) -> int:
+        rows = a.block_n * weight_bytes * (2 if gated else 1)
+        return copies(a.stages, limit) * a.block_k * (rows + columns)
+
+    return fitting(_lighter_tiles(tile), needed, limit)
+
+
+def _lighter_tiles(tile: SkinnyTile) -> Iterator[SkinnyTile]:
+    """A loop of three stages or more reads ahead. Outputs of a split tile are counted (`make_workspace`) and stay."""
+    while True:
+        for stages in range(tile.stages, min(2, tile.stages - 1), -1):
+            yield replace(tile, stages=stages)
+        if tile.block_n <= 32 or tile.split_k > 1:
+            break
+        tile = replace(tile, block_n=tile.block_n // 2, num_warps=4)
+    yield replace(tile, stages=2)
+
+
+def block_m(num_rows: int) -> int:
+    """Rows of x that a program's tensor cores take."""
+    return max(16, power_of_2(num_rows))
 
 
 LONG_WIDTH = 8192
