@@ -131,6 +131,20 @@ def test_weights_that_cannot_be_lighter(changes: dict[str, Any], flag: str | Non
     assert flag is None or flag in named
 
 
+@pytest.mark.parametrize(("dtype", "is_wide"), [("bfloat16", False), ("float32", True)])
+def test_a_kernel_that_does_not_fit_the_gpu(dtype: Any, is_wide: bool, gpu: None) -> None:
+    """Triton's own words tell of block sizes, which no user sets."""
+    errors = pytest.importorskip("triton.runtime.errors")
+    with (
+        pytest.raises(ConfigError) as raised,
+        MemoryErrors(msgspec.structs.replace(CONFIG, dtype=dtype)).during("trial"),
+    ):
+        raise RuntimeError("a step failed") from errors.OutOfResources(147712, 101376, "shared memory")
+    for part in ("largest step", "shared memory of 147712", "101376", "--attention-backend", "--device cpu"):
+        assert part in str(raised.value), str(raised.value)
+    assert ("--dtype bfloat16" in str(raised.value)) == is_wide
+
+
 # ---- where it happens in a start -------------------------------------------------------------------------------------
 
 

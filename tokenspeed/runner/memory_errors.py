@@ -28,6 +28,8 @@ DOING: dict[Stage, str] = {
     "step": "running a step",
 }
 _TRIED = re.compile(r"Tried to allocate ([\d.]+) (bytes|[KMG]iB)")
+_RESOURCE = re.compile(r"out of resource: ([a-z ]+), Required: (\d+), Hardware limit: (\d+)")
+"""As Triton words it, which need not be installed where this is imported."""
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 """In errors of CUDA, Triton and the libraries, which do not ask torch's allocator."""
@@ -45,7 +47,7 @@ class MemoryErrors:
 
     @contextmanager
     def during(self, stage: Stage, needed_bytes: Callable[[], int] | None = None) -> Iterator[None]:
-        """Within: memory that runs out is a `ConfigError`; other errors pass.
+        """Within: memory that runs out, of the GPU or of a kernel's program, is a `ConfigError`; other errors pass.
 
         Args:
             needed_bytes: what the stage takes, as far as that is known; asked when memory has run out.
@@ -54,6 +56,8 @@ class MemoryErrors:
         try:
             yield
         except Exception as error:
+            if (lacking := lacking_resource(error)) is not None:
+                raise ConfigError(f"{DOING[stage]}: {lacking}; {', or '.join(_smaller(self._config))}") from error
             if not is_out_of_memory(error):
                 raise
             known = needed_bytes() if needed_bytes is not None else 0
@@ -111,28 +115,45 @@ def quantizing(config: EngineConfig | None) -> list[str]:
 def is_out_of_memory(error: BaseException) -> bool:
     """True for torch's own error, CUDA's and a library's; and where one lies behind: a capture that it broke off ends
     with an error of its own."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+    for link in _links(error):
         if isinstance(link, torch.OutOfMemoryError):
             return True
         if isinstance(link, RuntimeError) and any(text in str(link) for text in _TEXTS):
             return True
-        link = link.__cause__ or link.__context__
     return False
+
+
+def _links(error: BaseException) -> Iterator[BaseException]:
+    """The error and those that lie behind it, each once."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def lacking_resource(error: BaseException) -> str | None:
+    """Of Triton's error for a kernel that no program of this GPU has room for; None for other errors."""
+    for link in _links(error):
+        found = _RESOURCE.search(str(link))
+        if found is not None:
+            return f"a kernel needs {found[1]} of {found[2]}, and a program on this GPU has {found[3]}"
+    return None
+
+
+def _smaller(config: EngineConfig | None) -> list[str]:
+    """What a user can do about a kernel that does not fit the GPU."""
+    is_wide = config is not None and config.dtype == "float32"
+    return (["use --dtype bfloat16"] if is_wide else []) + ["try another --attention-backend", "use --device cpu"]
 
 
 def tried_bytes(error: BaseException) -> int:
     """What the allocation that failed had asked for, as torch words it; 0 where nobody says."""
-    link: BaseException | None = error
-    for _ in range(8):  # errors behind errors
-        if link is None:
-            break
+    for link in _links(error):
         found = _TRIED.search(str(link))
         if found is not None:
             return int(float(found[1]) * _UNITS[found[2]])
-        link = link.__cause__ or link.__context__
     return 0
 
 
