@@ -359,3 +359,42 @@ def test_room_never_imports_torch() -> None:
         "tokenspeed.text.stop; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("chat_template.jinja", b"\xff\xfe", "not UTF-8 text at byte 0"),
+        ("additional_chat_templates/rag.jinja", b"{{ \xff }}", "not UTF-8 text at byte 3"),
+        ("tokenizer_config.json", b'{"a": "\xff"}', "not UTF-8 text at byte 7"),
+        ("tokenizer_config.json", b"[" * 100_000, "not valid JSON"),
+        (
+            "tokenizer_config.json",
+            b'{"added_tokens_decoder": {"a": {"content": "x"}}}',
+            "added_tokens_decoder holds 'a'",
+        ),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"5": {}}}', "added_tokens_decoder holds '5'"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": [1]}', "added_tokens_decoder holds"),
+        ("special_tokens_map.json", b"\xff", "not UTF-8 text"),
+    ],
+)
+def test_a_broken_text_file_is_named_in_one_line(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    """A chat_template.jinja of other bytes than UTF-8 was a traceback at start, and exit code 1."""
+    backend = Backend(models.BPE({"a": 0, "b": 1}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=words) as raised:
+        load_tokenizer(tmp_path, None)
+    assert file.name in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("entry", [[{"name": "x"}, 5, {"name": 1, "template": "a"}], {"a": 5}, [], None, 7])
+def test_templates_of_another_shape_are_none(tmp_path: Path, entry: Any) -> None:
+    backend = Backend(models.BPE({"a": 0, "b": 1}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry, "auto_map": None}))
+    assert load_tokenizer(tmp_path, None).chat_templates == {}

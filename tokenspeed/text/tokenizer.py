@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 from tokenspeed.checkpoint.checkpoint import Checkpoint
 from tokenspeed.checkpoint.gguf_file import read_gguf
 from tokenspeed.config.model import ModelConfig
+from tokenspeed.protocol.echo import echo
 from tokenspeed.protocol.errors import CheckpointError
 from tokenspeed.text.codec import Tokenizer
 from tokenspeed.text.gguf_tokenizer import build_gguf_tokenizer, set_bos_eos
@@ -62,7 +63,7 @@ def _folder_backend(path: Path, config: dict[str, Any], trust_remote_code: bool)
             return tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{file}: not a tokenizer that this version can read: {error}") from error
-    if "AutoTokenizer" in config.get("auto_map", {}):
+    if "AutoTokenizer" in (config.get("auto_map") or ()):
         if not trust_remote_code:
             raise CheckpointError(
                 f"{path}: the tokenizer is Python code that comes with the model; read it, "
@@ -77,8 +78,7 @@ def _folder_backend(path: Path, config: dict[str, Any], trust_remote_code: bool)
 
 def _apply_config(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
     """What tokenizer_config.json adds to tokenizer.json: further added tokens, and bos and eos around a text."""
-    declared = config.get("added_tokens_decoder", {})
-    for token_id, entry in sorted(((int(key), value) for key, value in declared.items()), key=lambda item: item[0]):
+    for token_id, entry in _declared_tokens(config):
         if token_id not in backend.get_added_tokens_decoder():
             flags = {name: bool(entry.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
             token = AddedToken(entry["content"], special=bool(entry.get("special", False)), **flags)
@@ -87,6 +87,23 @@ def _apply_config(backend: tokenizers.Tokenizer, config: dict[str, Any], special
         bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
         eos = special_tokens.get("eos_token") if config.get("add_eos_token") else None
         set_bos_eos(backend, bos, eos)
+
+
+def _declared_tokens(config: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """Further tokens by id, least first.
+
+    Raises:
+        CheckpointError: an entry that is none.
+    """
+    declared = config.get("added_tokens_decoder") or {}
+    entries = list(declared.items()) if isinstance(declared, dict) else [(declared, None)]
+    for key, entry in entries:
+        if not (str(key).isdecimal() and isinstance(entry, dict) and isinstance(entry.get("content"), str)):
+            raise CheckpointError(
+                f"tokenizer_config.json: added_tokens_decoder holds {echo(key)}: {echo(entry)}; each entry is an id "
+                "with an object that has a content; download it again"
+            )
+    return sorted(((int(key), entry) for key, entry in entries), key=lambda item: item[0])
 
 
 def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -109,15 +126,28 @@ def _folder_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     if isinstance(entry, str):
         templates["default"] = entry
     elif isinstance(entry, list):
-        templates.update({item["name"]: item["template"] for item in entry})
+        templates.update((item["name"], item["template"]) for item in entry if _is_named(item))
     elif isinstance(entry, dict):
-        templates.update(entry)
+        templates.update((name, text) for name, text in entry.items() if isinstance(text, str))
     for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = file.read_text(encoding="utf-8")
+        templates[file.stem] = _text(file)
     single = path / "chat_template.jinja"
     if single.is_file():
-        templates["default"] = single.read_text(encoding="utf-8")
+        templates["default"] = _text(single)
     return templates
+
+
+def _is_named(item: Any) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file}: not UTF-8 text at byte {error.start}; download it again") from error
 
 
 def _gguf_templates(metadata: dict[str, Any]) -> dict[str, str]:
@@ -133,9 +163,9 @@ def _json_object(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not valid JSON: {error}") from error
+        value = json.loads(_text(file))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not valid JSON: {error}; download it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")
     return value
