@@ -96,14 +96,15 @@ def _declared_tokens(config: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]
         CheckpointError: an entry that is none.
     """
     declared = config.get("added_tokens_decoder") or {}
-    entries = list(declared.items()) if isinstance(declared, dict) else [(declared, None)]
-    for key, entry in entries:
+    found: list[tuple[int, dict[str, Any]]] = []
+    for key, entry in declared.items() if isinstance(declared, dict) else [(declared, None)]:
         if not (str(key).isdecimal() and isinstance(entry, dict) and isinstance(entry.get("content"), str)):
             raise CheckpointError(
                 f"tokenizer_config.json: added_tokens_decoder holds {echo(key)}: {echo(entry)}; each entry is an id "
                 "with an object that has a content; download it again"
             )
-    return sorted(((int(key), entry) for key, entry in entries), key=lambda item: item[0])
+        found.append((int(key), entry))
+    return sorted(found, key=lambda item: item[0])
 
 
 def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
