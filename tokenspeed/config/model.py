@@ -38,7 +38,8 @@ from tokenspeed.config.moe import (
 )
 from tokenspeed.config.quantization import Quantization, QuantizationConfig, read_quantization
 from tokenspeed.config.rope import RopeConfig, read_rope
-from tokenspeed.protocol.errors import CheckpointError, ConfigError
+from tokenspeed.protocol.errors import CheckpointError, ConfigError, InvalidRequest
+from tokenspeed.protocol.sampling import SamplingParams
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "MoeConfig", "RopeConfig", "read_model_config"]
 
@@ -245,7 +246,6 @@ def _model_config(fields: Fields, generation: Fields, qtype: str | None, quantiz
         raise fields.bad("num_key_value_heads", f"a divisor of num_attention_heads, which is {num_heads}")
     rope, max_position = read_rope(with_default_rope(fields, family))
     attention_bias = _attention_bias(fields, architecture, family)
-    sampling = {name: generation.optional_number(name, minimum=-1.0) for name in _SAMPLING_FIELDS}
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -272,8 +272,31 @@ def _model_config(fields: Fields, generation: Fields, qtype: str | None, quantiz
         kv_cache_is_fp8=quantization.kv_cache_is_fp8,
         bos_token_id=fields.token_id("bos_token_id"),
         eos_token_ids=tuple(dict.fromkeys(fields.token_ids("eos_token_id") + generation.token_ids("eos_token_id"))),
-        sampling_defaults={name: value for name, value in sampling.items() if value is not None},
+        sampling_defaults=_sampling_defaults(generation),
     )
+
+
+def _sampling_defaults(generation: Fields) -> dict[str, float]:
+    """What a request that says nothing gets. Held to what a request may say: else each one would be refused.
+
+    Raises:
+        CheckpointError: a value that no request may have.
+    """
+    found: dict[str, float] = {}
+    for name in _SAMPLING_FIELDS:
+        value = generation.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise generation.bad(name, "a number")
+        if name == "top_k":
+            value = generation.integer(name, minimum=-1)
+        try:
+            msgspec.convert({name: value}, SamplingParams)
+        except InvalidRequest as error:
+            raise CheckpointError(f"{generation.where}: {error.message}; correct it there") from None
+        found[name] = float(value)
+    return found
 
 
 def _moe(fields: Fields, architecture: str, quantization: Quantization, checkpoint: Checkpoint) -> MoeConfig | None:
