@@ -16,7 +16,7 @@ from tokenspeed.engine.grammar_gate import GrammarGate
 from tokenspeed.engine.interface import GenerationEvent, GenerationRequest
 from tokenspeed.engine.step_log import StepLog
 from tokenspeed.grammar.interface import GrammarError
-from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.protocol.errors import InvalidRequest, Overloaded
 from tokenspeed.protocol.grammar import INVALID_GRAMMAR, GrammarSpec
 from tokenspeed.protocol.messages import AddRequest, EngineStats, SequenceOutput
 from tokenspeed.protocol.sampling import SamplingParams
@@ -201,6 +201,18 @@ async def test_a_bad_grammar_is_an_invalid_request(start):
     with pytest.raises(InvalidRequest, match="no such rule") as raised:
         await asyncio.wait_for(waiting, 10)
     assert (raised.value.param, raised.value.code) == ("regex", INVALID_GRAMMAR)
+
+
+async def test_too_many_slow_grammars_are_an_overload(start):
+    """No fault of the request's: it may come again."""
+    runner = type("Runner", (GrammarRunner,), {"compiler": FakeCompiler()})
+    client = await start(build=runner)
+    waiting = asyncio.create_task(collect(client, "slow", spec("slow")))
+    await collect(client, "free", None)
+    runner.compiler.futures["slow"].set_exception(Overloaded("16 such grammars wait already", 30))
+    with pytest.raises(Overloaded, match="16 such grammars wait already") as raised:
+        await asyncio.wait_for(waiting, 10)
+    assert raised.value.retry_after_s > 0 and not raised.value.draining
 
 
 async def test_without_a_compiler_the_request_is_refused(start):

@@ -25,8 +25,9 @@ from tokenspeed.engine.events import EventQueue
 from tokenspeed.engine.interface import GenerationEvent, GenerationRequest, TokenizerFace
 from tokenspeed.engine.launch import LAST_WORDS_S, EngineHandle, describe_exit
 from tokenspeed.engine.sequence import SequenceStream, TokenTexts
+from tokenspeed.grammar.lanes import RETRY_S
 from tokenspeed.protocol.errors import EngineDead, InvalidRequest, Overloaded
-from tokenspeed.protocol.grammar import INVALID_GRAMMAR, GrammarKind, GrammarSpec
+from tokenspeed.protocol.grammar import GRAMMARS_BUSY, INVALID_GRAMMAR, GrammarKind, GrammarSpec
 from tokenspeed.protocol.messages import (
     AbortRequest,
     AddRequest,
@@ -63,7 +64,7 @@ class _Live:
     streams: list[SequenceStream]
     events: EventQueue = field(default_factory=EventQueue)
     has_begun: bool = False  # the engine has said something about it
-    refusal: InvalidRequest | None = None  # the engine found, before any token, that it cannot serve it
+    refusal: InvalidRequest | Overloaded | None = None  # the engine found, before any token, that it cannot serve it
     started_s: float = field(default_factory=time.monotonic)
 
 
@@ -313,6 +314,8 @@ class AsyncEngineClient:
             self._gate.began(len(live.streams))
         if is_first and output.error_code == INVALID_GRAMMAR and live.request.grammar is not None:
             live.refusal = InvalidRequest(output.error or "", param=live.request.grammar.param, code=INVALID_GRAMMAR)
+        if is_first and output.error_code == GRAMMARS_BUSY:
+            live.refusal = Overloaded(output.error or "", RETRY_S)
         event = stream.feed(output)
         live.events.put(event)
         if event.finish_reason is not None and output.finish_reason is None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from tokenspeed.grammar.compiler import GrammarCompiler
 from tokenspeed.grammar.interface import CompiledGrammar, GrammarError
-from tokenspeed.protocol.grammar import INVALID_GRAMMAR
+from tokenspeed.protocol.errors import Overloaded
+from tokenspeed.protocol.grammar import GRAMMARS_BUSY, INVALID_GRAMMAR
 from tokenspeed.protocol.messages import AddRequest, FinishReason, SequenceOutput
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,8 @@ class GrammarGate:
                 ready.append((request, held.aborted))
             elif isinstance(error, GrammarError):
                 outputs += _ends(request, "error", f"the grammar cannot be used: {error}", INVALID_GRAMMAR)
+            elif isinstance(error, Overloaded):
+                outputs += _ends(request, "error", str(error), GRAMMARS_BUSY)
             else:
                 logger.error("request %s: its grammar could not be compiled", request.request_id, exc_info=error)
                 outputs += _ends(request, "error", f"the grammar could not be compiled: {error}")

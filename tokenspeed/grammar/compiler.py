@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import BinaryIO
 from weakref import WeakValueDictionary
@@ -24,13 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenspeed.grammar.interface import Backend, CompiledGrammar, GrammarError, GrammarOptions, Matcher, Vocabulary
+from tokenspeed.grammar.lanes import Lanes, Ticket
 from tokenspeed.grammar.select import KINDS, open_backend
 from tokenspeed.grammar.worker import Answer, Job, Setup, read_frame, write_frame
+from tokenspeed.protocol.errors import Overloaded
 from tokenspeed.protocol.grammar import GrammarKind, GrammarSpec
 
 logger = logging.getLogger(__name__)
 
-NUM_WORKERS = 2  # started when needed; about 250 MB each, most of it shared pages of libraries
+NUM_WORKERS = 2
+"""One of them for what is quick (see `lanes`). Started when needed; about 250 MB each, most of it shared pages of
+libraries."""
 CACHE_BYTES = 256 << 20
 MAX_GRAMMAR_BYTES = 256 << 20  # of one, which its request keeps however full the cache is
 REFUSAL_BYTES = 4 << 20  # of texts known to be bad, so that sending one again costs nothing
@@ -38,6 +42,10 @@ _START_TIMEOUT_S = 60.0
 _GRACE_S = 10.0  # beyond its own alarm, then the whole worker is killed
 
 _Key = tuple[str, str]
+
+
+class _LateError(Exception):
+    """The turn was too short."""
 
 
 class GrammarCompiler:
@@ -67,7 +75,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._opened: tuple[Vocabulary, Backend] | None = None
-        self._running: dict[_Key, Future[CompiledGrammar]] = {}
+        self._running: dict[_Key, Ticket] = {}
         self._kept: OrderedDict[_Key, CompiledGrammar] = OrderedDict()  # least recently used first
         self._kept_bytes = 0
         self._alive: WeakValueDictionary[_Key, CompiledGrammar] = WeakValueDictionary()
@@ -75,7 +83,8 @@ class GrammarCompiler:
         self._refused_bytes = 0
         self._workers: dict[int, _Worker] = {}  # by thread
         self._is_closed = False
-        self._threads = ThreadPoolExecutor(max_workers=NUM_WORKERS, thread_name_prefix="grammar")
+        self._lanes = Lanes(timeout_s)
+        self._threads: list[threading.Thread] = []
 
     @property
     def kinds(self) -> tuple[GrammarKind, ...]:
@@ -96,7 +105,9 @@ class GrammarCompiler:
     def warm(self) -> None:
         """Open the library and start a worker now, in the background, so that no request waits for that. The worker,
         which has most of the work, gives way to whoever else wants a core."""
-        self._threads.submit(self._ready_worker)
+        with self._lock:
+            if not self._threads and not self._is_closed:
+                self._start_thread()
 
     def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
         """The compiled grammar, perhaps at once. Fails with GrammarError. Whoever holds the result keeps it alive."""
@@ -110,16 +121,26 @@ class GrammarCompiler:
                 self._refused.move_to_end(key)
                 return _failed(GrammarError(self._refused[key]))
             if key not in self._running:
-                self._running[key] = self._threads.submit(self._compile, spec)
-            return self._running[key]
+                if self._is_closed:
+                    raise RuntimeError("the engine is closing")
+                ticket = self._running[key] = Ticket(spec)
+                if len(self._threads) < min(len(self._running), NUM_WORKERS):
+                    self._start_thread()
+                self._lanes.put(ticket)
+            self._running[key].is_wanted = True
+            return self._running[key].future
 
     def forget(self, spec: GrammarSpec) -> None:
-        """Nobody waits for this grammar any more: it is not compiled, unless that has begun."""
+        """Nobody waits for this grammar any more: it gets no more turns."""
         key = _key_of(spec)
         with self._lock:
-            future = self._running.get(key)
-            if future is not None and future.cancel():
+            ticket = self._running.get(key)
+            if ticket is None:
+                return
+            ticket.is_wanted = False
+            if self._lanes.leave(ticket):
                 del self._running[key]
+                _drop(ticket)
 
     def compiled(self, spec: GrammarSpec) -> CompiledGrammar | None:
         """What `submit` has made, None when it is not there (any more)."""
@@ -136,43 +157,83 @@ class GrammarCompiler:
         with self._lock:
             self._is_closed = True
             workers = list(self._workers.values())
-        self._threads.shutdown(wait=False, cancel_futures=True)
+            for ticket in self._lanes.close():
+                _drop(ticket)
         for worker in workers:
             worker.kill()
 
-    def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """On a thread of the pool."""
-        key = _key_of(spec)
+    def _start_thread(self) -> None:
+        """The first takes only what is quick. The lock is held."""
+        thread = threading.Thread(
+            target=self._serve, args=(bool(self._threads),), name=f"grammar-{len(self._threads)}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _serve(self, takes_slow: bool) -> None:
+        """A thread: one turn after the other."""
         try:
-            compiled = self._first_taken(spec)
-        except GrammarError as error:
-            with self._lock:
-                del self._running[key]
-                self._refuse(key, str(error))
-            raise
-        except BaseException:
-            with self._lock:
-                del self._running[key]
-            raise
+            self._ready_worker()
+        except Exception as error:  # whoever needs it is told when trying again fails, too
+            logger.warning("no process compiles grammars yet: %s", error)
+        while (taken := self._lanes.take(takes_slow)) is not None:
+            ticket, turn_s = taken
+            if not ticket.num_turns:
+                ticket.future.set_running_or_notify_cancel()
+            try:
+                compiled = self._first_taken(ticket.spec, turn_s)
+            except _LateError:
+                self._go_on(ticket, turn_s)
+            except BaseException as error:
+                self._end(ticket, error)
+            else:
+                self._end(ticket, compiled)
+
+    def _go_on(self, ticket: Ticket, turn_s: float) -> None:
+        """Another turn for it, if there is one and somebody waits."""
+        error: BaseException = CancelledError()
+        with self._lock:
+            if ticket.is_wanted and not self._is_closed:
+                try:
+                    self._lanes.late(ticket, turn_s)
+                    if ticket.is_slow and len(self._threads) < NUM_WORKERS:  # the first takes nothing slow
+                        self._start_thread()
+                    return
+                except Overloaded as busy:
+                    error = busy
+            del self._running[_key_of(ticket.spec)]
+        ticket.future.set_exception(error)
+
+    def _end(self, ticket: Ticket, result: CompiledGrammar | BaseException) -> None:
+        """What has become of it."""
+        key = _key_of(ticket.spec)
         with self._lock:
             del self._running[key]
-            self._alive[key] = compiled
-            self._keep(key, compiled)
-        return compiled
+            if isinstance(result, GrammarError):
+                self._refuse(key, str(result))
+            elif not isinstance(result, BaseException):
+                self._alive[key] = result
+                self._keep(key, result)
+        if isinstance(result, BaseException):
+            ticket.future.set_exception(result)
+        else:
+            ticket.future.set_result(result)
 
-    def _first_taken(self, spec: GrammarSpec) -> CompiledGrammar:
+    def _first_taken(self, spec: GrammarSpec, turn_s: float) -> CompiledGrammar:
         """Of the text and the looser ones. What is told when none is taken is about the text."""
         refused: GrammarError | None = None
         for text in (spec.text, *spec.looser):
             try:
-                return self._compile_text(spec.kind, text)
+                return self._compile_text(spec.kind, text, turn_s)
             except GrammarError as error:
                 refused = refused or error
         assert refused is not None
         raise refused
 
-    def _compile_text(self, kind: GrammarKind, text: str) -> CompiledGrammar:
-        answer, backend = self._ask(kind, text)
+    def _compile_text(self, kind: GrammarKind, text: str, turn_s: float) -> CompiledGrammar:
+        answer, backend = self._ask(kind, text, turn_s)
+        if answer.is_late and turn_s < self._timeout_s:
+            raise _LateError
         if answer.error is not None:
             raise GrammarError(answer.error)
         compiled = backend.load(answer.compiled)
@@ -183,13 +244,11 @@ class GrammarCompiler:
             )
         return compiled
 
-    def _ask(self, kind: GrammarKind, text: str) -> tuple[Answer, Backend]:
+    def _ask(self, kind: GrammarKind, text: str, turn_s: float) -> tuple[Answer, Backend]:
         worker, backend = self._ready_worker()
-        answer = worker.ask(Job(kind, text, self._timeout_s), self._timeout_s + _GRACE_S)
+        answer = worker.ask(Job(kind, text, turn_s), turn_s + _GRACE_S)
         if answer is None:
-            worker.kill()
-            with self._lock:
-                self._workers.pop(threading.get_ident(), None)
+            self._lose_worker(worker)
             answer = Answer(error="the process that compiles grammars died of it; simplify it")
         return answer, backend
 
@@ -203,14 +262,24 @@ class GrammarCompiler:
                     raise RuntimeError("the engine is closing")
                 worker, is_new = _Worker(self._name), True  # it starts while this process opens the library
                 self._workers[ident] = worker
-        with self._opening:
-            if self._opened is None:
-                vocabulary = self._make_vocabulary()
-                self._opened = vocabulary, open_backend(self._name, vocabulary, self._options)
-            vocabulary, backend = self._opened
-        if is_new:
-            worker.begin(Setup(self._name, vocabulary, self._options))
+        try:
+            with self._opening:
+                if self._opened is None:
+                    vocabulary = self._make_vocabulary()
+                    self._opened = vocabulary, open_backend(self._name, vocabulary, self._options)
+                vocabulary, backend = self._opened
+            if is_new:
+                worker.begin(Setup(self._name, vocabulary, self._options))
+        except BaseException:
+            self._lose_worker(worker)
+            raise
         return worker, backend
+
+    def _lose_worker(self, worker: _Worker) -> None:
+        """This thread's next turn starts another one."""
+        worker.kill()
+        with self._lock:
+            self._workers.pop(threading.get_ident(), None)
 
     def _keep(self, key: _Key, compiled: CompiledGrammar) -> None:
         """Newest in the cache; drop the oldest beyond the limit. The lock is held."""
@@ -280,6 +349,12 @@ class _Worker:
                 pipe.close()
             except OSError:
                 pass  # bytes that it had not taken
+
+
+def _drop(ticket: Ticket) -> None:
+    """Of a grammar that gets no more turns."""
+    if not ticket.future.cancel():  # it has had one
+        ticket.future.set_exception(CancelledError())
 
 
 def _done(compiled: CompiledGrammar) -> Future[CompiledGrammar]:

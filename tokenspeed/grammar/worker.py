@@ -46,10 +46,11 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`compiled`, or why there is none."""
+    """`compiled`, or why there is none. `is_late`: it took more than its seconds."""
 
     compiled: bytes = b""
     error: str | None = None
+    is_late: bool = False
 
 
 def write_frame(pipe: BinaryIO, message: msgspec.Struct) -> None:
@@ -85,7 +86,7 @@ def run_job(backend: Backend, vocabulary: Vocabulary, job: Job) -> Answer:
     _, status = os.waitpid(pid, 0)
     if os.waitstatus_to_exitcode(status) == 0:
         return msgspec.msgpack.decode(body, type=Answer)
-    return Answer(error=_death(status, job))
+    return _death(status, job)
 
 
 def _compile_here(backend: Backend, vocabulary: Vocabulary, job: Job, writer: int) -> None:
@@ -104,6 +105,8 @@ def _compile_here(backend: Backend, vocabulary: Vocabulary, job: Job, writer: in
         answer = Answer(error=str(error))
     except MemoryError:
         answer = Answer(error=_TOO_LARGE)
+    except RecursionError:
+        answer = Answer(error="it is nested too deeply; flatten it")
     except Exception as error:  # whatever the library raises is about this grammar
         print(f"the grammar library failed: {type(error).__name__}: {error}"[:2000], file=sys.stderr, flush=True)
         answer = Answer(error="the grammar library failed on it, the server's log says how; simplify it")
@@ -115,14 +118,13 @@ def _compile_here(backend: Backend, vocabulary: Vocabulary, job: Job, writer: in
 _TOO_LARGE = f"it needs more than {MEMORY_BYTES >> 30} GiB of memory to compile; make it smaller"
 
 
-def _death(status: int, job: Job) -> str:
+def _death(status: int, job: Job) -> Answer:
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGALRM, signal.SIGXCPU):
-        return (
-            f"it was not compiled within {job.timeout_s:g} s; make it smaller, or raise --grammar-compile-timeout-secs"
-        )
+        told = "make it smaller, or raise --grammar-compile-timeout-secs"
+        return Answer(error=f"it was not compiled within {job.timeout_s:g} s; {told}", is_late=True)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGABRT, signal.SIGKILL):
-        return _TOO_LARGE
-    return "the grammar library crashed on it; simplify it"
+        return Answer(error=_TOO_LARGE)
+    return Answer(error="the grammar library crashed on it; simplify it")
 
 
 def _virtual_bytes() -> int:

@@ -11,6 +11,9 @@ GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag", "token_t
 INVALID_GRAMMAR = "invalid_grammar"
 """Code of the error that a grammar the engine cannot compile or follow ends its request with."""
 
+GRAMMARS_BUSY = "grammars_busy"
+"""Code of the error that says: as many grammars that take long wait to be compiled as may."""
+
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A constraint on the output.
