@@ -97,6 +97,31 @@ def test_an_old_gpu_is_not_used():
     assert "Tesla T4 has compute capability 7.5" in refused(EngineArgs(device="cuda"), device)
 
 
+A100 = msgspec.structs.replace(GPU, name="NVIDIA A100", compute_capability=(8, 0))
+WITHOUT_E4M3 = msgspec.structs.replace(H200, gpus=(A100,))
+WITH_E4M3 = msgspec.structs.replace(H200, gpus=(msgspec.structs.replace(A100, compute_capability=(8, 9)),))
+
+
+@pytest.mark.parametrize("flag", ["fp8", "fp8_e4m3"])
+def test_an_8_bit_cache_needs_a_gpu_with_8_bit_floats(flag: str):
+    """Regression: the start went on and ended with the compiler's error."""
+    args = EngineArgs(kv_cache_dtype=flag)
+    message = refused(args, WITHOUT_E4M3)
+    assert "NVIDIA A100 has compute capability 8.0" in message and "need 8.9" in message
+    assert message.startswith(f"--kv-cache-dtype is {flag}") and message.endswith("use --kv-cache-dtype auto")
+    assert engine(args, WITH_E4M3).kv_cache_dtype == engine(args).kv_cache_dtype == "fp8_e4m3"
+
+
+def test_a_checkpoint_made_for_an_8_bit_cache_runs_without():
+    model = msgspec.structs.replace(MODEL, kv_cache_is_fp8=True)
+    config = engine(device=WITHOUT_E4M3, model=model)
+    assert config.kv_cache_dtype == "bfloat16"
+    assert "made for fp8_e4m3, but NVIDIA A100" in reason(config, "--kv-cache-dtype")
+    assert engine(model=model).kv_cache_dtype == "fp8_e4m3"
+    on_cpu = engine(EngineArgs(device="cpu"), WITHOUT_E4M3, model)
+    assert on_cpu.kv_cache_dtype == "fp8_e4m3", "a CPU has kernels for it"
+
+
 def test_the_cpu_can_be_asked_for_beside_a_gpu():
     config = engine(EngineArgs(device="cpu"))
     assert (config.device, config.page_size) == ("cpu", 16)

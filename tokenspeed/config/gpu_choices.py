@@ -10,6 +10,8 @@ from tokenspeed.protocol.errors import ConfigError
 
 GIB = 2**30
 MIN_CAPABILITY = (8, 0)
+E4M3_CAPABILITY = (8, 9)
+"""From which on a GPU converts 8-bit floats: Ada, Hopper and later; not an A100 or an A10."""
 FINE_PREFILL_TOKENS = 512
 MAX_PREFILL_TOKENS = 1024
 """Above so many prompt tokens the GPU needs longer for a step than the host to launch it; recorded sizes lie 64 apart
@@ -40,6 +42,14 @@ def usable_gpu(device: DeviceInfo) -> tuple[GpuInfo | None, str]:
         gpu,
         f"{gpu.name}, {gpu.memory_total_bytes / GIB:.0f} GiB, compute capability {_dotted(gpu.compute_capability)}",
     )
+
+
+def why_no_e4m3(gpu: GpuInfo) -> str | None:
+    """None where kernels read and write 8-bit floats, otherwise the reason."""
+    if gpu.compute_capability >= E4M3_CAPABILITY:
+        return None
+    have, need = _dotted(gpu.compute_capability), _dotted(E4M3_CAPABILITY)
+    return f"{gpu.name} has compute capability {have}, and 8-bit floats (e4m3) need {need}"
 
 
 def memory_utilization(args: EngineArgs, choices: list[Choice]) -> float:

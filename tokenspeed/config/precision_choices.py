@@ -49,10 +49,23 @@ def quantize_on_load(args: EngineArgs, model: ModelConfig) -> Literal["fp8"] | N
     return "fp8"
 
 
-def kv_dtype(args: EngineArgs, model: ModelConfig, dtype: Dtype, choices: list[Choice]) -> KVDtype:
-    """Precision of the KV cache."""
+def kv_dtype(
+    args: EngineArgs, model: ModelConfig, dtype: Dtype, choices: list[Choice], obstacle: str | None = None
+) -> KVDtype:
+    """Precision of the KV cache.
+
+    Args:
+        obstacle: why the GPU has no 8-bit floats, if so.
+    Raises:
+        ConfigError: they were asked for. Names the remedy.
+    """
     if args.kv_cache_dtype != "auto":
+        if obstacle is not None:
+            raise ConfigError(f"--kv-cache-dtype is {args.kv_cache_dtype}, but {obstacle}; use --kv-cache-dtype auto")
         return "fp8_e4m3"
+    if model.kv_cache_is_fp8 and obstacle is not None:
+        choices.append(Choice("--kv-cache-dtype", dtype, f"the checkpoint was made for fp8_e4m3, but {obstacle}"))
+        return dtype
     if model.kv_cache_is_fp8:
         choices.append(Choice("--kv-cache-dtype", "fp8_e4m3", "the checkpoint was made for it"))
         return "fp8_e4m3"

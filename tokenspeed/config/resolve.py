@@ -14,7 +14,7 @@ from tokenspeed.config import attention_choices, moe_choices
 from tokenspeed.config.args import FLAGS, EngineArgs
 from tokenspeed.config.device import DeviceInfo
 from tokenspeed.config.engine import Choice, EngineConfig
-from tokenspeed.config.gpu_choices import capture_sizes, memory_utilization, prefill_sizes, usable_gpu
+from tokenspeed.config.gpu_choices import capture_sizes, memory_utilization, prefill_sizes, usable_gpu, why_no_e4m3
 from tokenspeed.config.kv_size import kv_bytes_per_token, kv_capacity, kv_size
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.config.precision_choices import kv_dtype, quantize_on_load
@@ -115,7 +115,8 @@ def _engine(
     quantizes = quantize_on_load(args, model)
     moe_choices.check_dtype(dtype, model.moe is not None, model.quantization, quantizes)
     moe_choices.check(args.moe_backend, kind, model.moe is not None)
-    kv_cache_dtype = kv_dtype(args, model, dtype, choices)
+    no_e4m3 = why_no_e4m3(device.gpus[0]) if kind == "cuda" else None
+    kv_cache_dtype = kv_dtype(args, model, dtype, choices, no_e4m3)
     room = _room(args, model, device, kind, kv_cache_dtype, allow_longer_context, choices)
     return EngineConfig(
         model=model,

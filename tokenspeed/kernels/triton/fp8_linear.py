@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed.kernels.registry import Implementation, Need
 from tokenspeed.kernels.triton import small_linear
-from tokenspeed.kernels.triton.gpu import NO_LIMIT, Workspace, has_pdl, shared_bytes, why_no_triton
+from tokenspeed.kernels.triton.gpu import NO_LIMIT, Workspace, has_pdl, shared_bytes, why_no_e4m3, why_no_triton
 from tokenspeed.kernels.triton.launch import ceil_div, power_of_2
 from tokenspeed.kernels.triton.pointwise import rms_norm, silu_and_mul
 from tokenspeed.kernels.triton.small_linear import (
@@ -351,9 +351,7 @@ def _why_not(need: Need) -> str | None:
         return reason
     if need.dtype != torch.bfloat16:
         return f"the fp8 matmul gives bfloat16, the dtype is {str(need.dtype).removeprefix('torch.')}"
-    if torch.cuda.get_device_capability(need.device) < (8, 9):
-        return "the GPU has no e4m3 (compute capability 8.9)"
-    return None
+    return why_no_e4m3(need.device)
 
 
 def _make(need: Need) -> TritonFp8Linear:

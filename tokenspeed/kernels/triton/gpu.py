@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 import triton
 
+from tokenspeed.config.gpu_choices import E4M3_CAPABILITY
 from tokenspeed.kernels.registry import Need
 
 NO_LIMIT = 2**31 - 1
@@ -25,6 +26,13 @@ def why_no_triton(need: Need) -> str | None:
     if torch.cuda.get_device_capability(need.device) < (8, 0):
         return "the GPU is older than compute capability 8.0"
     return None
+
+
+def why_no_e4m3(device: torch.device) -> str | None:
+    """None where kernels read and write e4m3, otherwise the reason."""
+    if torch.cuda.get_device_capability(device) >= E4M3_CAPABILITY:
+        return None
+    return f"the GPU has no e4m3 (compute capability {E4M3_CAPABILITY[0]}.{E4M3_CAPABILITY[1]})"
 
 
 def has_pdl(device: torch.device) -> bool:

@@ -12,7 +12,7 @@ import logging
 import torch
 
 from tokenspeed.kernels.registry import Implementation, Need
-from tokenspeed.kernels.triton.gpu import Workspace, has_pdl, shared_bytes, why_no_triton
+from tokenspeed.kernels.triton.gpu import Workspace, has_pdl, shared_bytes, why_no_e4m3, why_no_triton
 from tokenspeed.kernels.triton.moe_gemv import DenseExperts, gemv_down, gemv_gate_up, make_workspace
 from tokenspeed.kernels.triton.moe_grouped import ExpertMatrix, expert_matrix
 from tokenspeed.kernels.triton.moe_mxfp4 import BLOCK, pack_mxfp4
@@ -84,14 +84,15 @@ class TritonExpertKernels:
         shared_bytes: shared memory that one program may have.
         gpu: its name, for the log.
         no_mma: why `moe_mxfp4_mma` does not run here, or None.
+        no_e4m3: why weights in e4m3 are not read here, or None.
     """
 
     def __init__(
         self, device: torch.device, hopper: bool, table: ExpertTable | None, shared_bytes: int, gpu: str,
-        no_mma: str | None,
+        no_mma: str | None, no_e4m3: str | None = None,
     ) -> None:  # fmt: skip
         self._hopper, self._table, self._shared_bytes, self._gpu = hopper, table, shared_bytes, gpu
-        self._no_mma = no_mma
+        self._no_mma, self._no_e4m3 = no_mma, no_e4m3
         self._workspace = make_workspace(device)
         self._told: set[tuple[ExpertShape, str | None]] = set()
 
@@ -104,9 +105,11 @@ class TritonExpertKernels:
                 if size % BLOCK:
                     return f"the {what} size {size} is not a multiple of MXFP4's block of {BLOCK}"
         if need.hidden_size % 16 or need.intermediate_size % 16:
-            return f"the sizes {need.hidden_size} and {need.intermediate_size} are not multiples of 16"
+            return f"the sizes {need.hidden_size} and {need.intermediate_size} are not multiples of 16; use --device cpu"
         if need.format == "fp8_block" and need.dtype == torch.float16:
             return "e4m3 experts are not computed in float16; use --dtype bfloat16"
+        if need.format == "fp8_block" and self._no_e4m3 is not None:
+            return f"{self._no_e4m3}; use a checkpoint with experts in 16 bits"
         return None
 
     def pack(self, weights: ExpertWeights, need: MoeNeed) -> TritonExperts:
@@ -182,6 +185,7 @@ def _make(need: Need) -> TritonExpertKernels:
     return TritonExpertKernels(
         need.device, has_pdl(need.device), load_table(properties.name), shared_bytes(need.device), properties.name,
         why_no_mma(torch.cuda.get_device_capability(need.device), torch.version.hip is None),
+        why_no_e4m3(need.device),
     )  # fmt: skip
 
 

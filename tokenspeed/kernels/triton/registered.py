@@ -18,7 +18,7 @@ from tokenspeed.kernels.triton.decode_attention import (
     fitting_decode_tile,
     shared_workspace,
 )
-from tokenspeed.kernels.triton.gpu import has_pdl, shared_bytes, why_no_triton
+from tokenspeed.kernels.triton.gpu import has_pdl, shared_bytes, why_no_e4m3, why_no_triton
 from tokenspeed.kernels.triton.launch import launch_notes
 from tokenspeed.kernels.triton.pointwise import qkv_rope_cache, rms_norm, silu_and_mul
 from tokenspeed.kernels.triton.prefill_attention import prefill_attention
@@ -205,12 +205,19 @@ def _why_not_half(need: Need) -> str | None:
     return why_no_triton(need)
 
 
+def _why_not_pool(need: Need) -> str | None:
+    """Of kernels that read or write the KV pool."""
+    if (reason := why_no_triton(need)) is not None:
+        return reason
+    return why_no_e4m3(need.device) if need.kv_dtype == torch.float8_e4m3fn else None
+
+
 IMPLEMENTATIONS = (
     _entry("embedding", lambda need: _embedding),
     _entry("rms_norm", lambda need: _Norms(_has_pdl(need)).rms_norm),
     _entry("add_rms_norm", lambda need: _Norms(_has_pdl(need)).add_rms_norm),
-    _entry("qkv_rope_cache", lambda need: partial(qkv_rope_cache, pdl=_has_pdl(need))),
-    _entry("paged_attention", lambda need: PagedAttention(need.device, _has_pdl(need))),
+    _entry("qkv_rope_cache", lambda need: partial(qkv_rope_cache, pdl=_has_pdl(need)), _why_not_pool),
+    _entry("paged_attention", lambda need: PagedAttention(need.device, _has_pdl(need)), _why_not_pool),
     _entry("silu_and_mul", lambda need: partial(silu_and_mul, pdl=_has_pdl(need))),
     _entry("linear", _make_linear),
     _entry("fused_linear", lambda need: TritonLinear(need.device, _has_pdl(need)), _why_not_half),
