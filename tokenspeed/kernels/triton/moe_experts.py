@@ -105,7 +105,8 @@ class TritonExpertKernels:
                 if size % BLOCK:
                     return f"the {what} size {size} is not a multiple of MXFP4's block of {BLOCK}"
         if need.hidden_size % 16 or need.intermediate_size % 16:
-            return f"the sizes {need.hidden_size} and {need.intermediate_size} are not multiples of 16; use --device cpu"
+            sizes = f"{need.hidden_size} and {need.intermediate_size}"
+            return f"the sizes {sizes} are not multiples of 16; use --device cpu"
         if need.format == "fp8_block" and need.dtype == torch.float16:
             return "e4m3 experts are not computed in float16; use --dtype bfloat16"
         if need.format == "fp8_block" and self._no_e4m3 is not None:
