@@ -16,7 +16,7 @@ from enum import Enum
 
 import msgspec
 
-from tokenspeed.cache.manager import PageTable
+from tokenspeed.cache.manager import CacheManager, PageTable
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.protocol.messages import AddRequest
 from tokenspeed.protocol.sampling import SamplingParams
@@ -133,6 +133,16 @@ class Request:
         """Store the entries of a row that began at `start`. A prompt computed again after a preemption writes over what
         was collected before, so nothing is doubled."""
         self.prompt_logprobs[start : start + len(entries)] = entries
+
+
+def open_tables(cache: CacheManager, request: AddRequest) -> tuple[bytes | None, list[PageTable]]:
+    """The private root of a request whose sequences share pages although nothing else does, else None; a page table for
+    each sequence."""
+    count = request.sampling.n
+    if count == 1 or cache.enable_prefix_caching:
+        return None, [cache.open(request.cache_salt) for _ in range(count)]
+    private_root = cache.open_private_root()
+    return private_root, [cache.open_private(private_root) for _ in range(count)]
 
 
 def sequence_sampling(sampling: SamplingParams, seed: int, index: int) -> SamplingParams:

@@ -38,13 +38,13 @@ from tokenspeed.protocol.messages import AddRequest, EngineStats, FinishReason, 
 from tokenspeed.protocol.step import Row, RowResult, StepPlan, StepResult
 from tokenspeed.scheduler import invariants
 from tokenspeed.scheduler.counters import Counters
-from tokenspeed.scheduler.drafter import Drafter
+from tokenspeed.scheduler.drafter import Drafter, proposed
 from tokenspeed.scheduler.in_flight import InFlight
 from tokenspeed.scheduler.outcome import continued, news, refusals, take_tokens
 from tokenspeed.scheduler.outline import Outline, admission_of
 from tokenspeed.scheduler.policy import Policy
 from tokenspeed.scheduler.queue import OrderedQueue
-from tokenspeed.scheduler.request import NO_SLOT, Request, Sequence, State, why_refused
+from tokenspeed.scheduler.request import NO_SLOT, Request, Sequence, State, open_tables, why_refused
 from tokenspeed.scheduler.steady import SteadyDecodes, SteadyStep
 
 
@@ -124,12 +124,7 @@ class Scheduler:
         reason = why_refused(request, self._max_model_len, self._cache.capacity_tokens)
         if reason is not None:
             return refusals(request, reason)
-        shares_privately = sampling.n > 1 and not self._cache.enable_prefix_caching
-        private_root = self._cache.open_private_root() if shares_privately else None
-        tables = [
-            self._cache.open(request.cache_salt) if private_root is None else self._cache.open_private(private_root)
-            for _ in range(sampling.n)
-        ]
+        private_root, tables = open_tables(self._cache, request)
         live = Request(request.request_id, private_root)
         live.begin(
             request,
@@ -223,7 +218,7 @@ class Scheduler:
             drafts: tuple[int, ...] = ()
             if drafter is not None:
                 room = min(budget - 1 - (len(running) - position), sequence.max_len - known - 1)
-                drafts = self._propose(drafter, sequence, start, room)
+                drafts = proposed(drafter, self._cache, sequence, start, room)
             num_tokens = 1 + len(drafts)
             new_pages = no_pages
             if start + num_tokens > sequence.table.capacity:
@@ -238,16 +233,6 @@ class Scheduler:
             decodes.append((sequence, sequence.epoch, row))
         outline.budget = budget
         return behind
-
-    def _propose(self, drafter: Drafter, sequence: Sequence, start: int, room: int) -> tuple[int, ...]:
-        """Drafts for a sequence, none when there is no budget, length or memory for them: nobody is preempted for a
-        guess."""
-        if room < 1:
-            return ()
-        drafts = tuple(drafter.propose(sequence.token_ids, room)[:room])
-        if drafts and not self._cache.can_reserve(sequence.table, start + 1 + len(drafts)):
-            return ()
-        return drafts
 
     def _reserve_or_preempt(self, sequence: Sequence, num_tokens: int) -> tuple[list[int], ...] | None:
         """Room for `num_tokens` tokens, taken from the last in order if need be; None: that was the sequence itself, or
