@@ -171,14 +171,21 @@ class Scheduler:
         return self._plan_steady() or self._plan_all()
 
     def _plan_steady(self) -> StepPlan | None:
-        """The step after one that decoded for all who run, when it does the same: see `steady`."""
-        if self._free_slots and len(self._waiting):
-            return None
+        """The step after one that decoded for all who run, when it does the same: see `steady`. Whoever waits is asked
+        as in any other step, behind the decodes; if one enters, these are rows like others."""
         if self._all_decode is not None:
             self._steady, self._all_decode = SteadyDecodes.begin(self._cache, self._all_decode), None
         rows = None if self._steady is None else self._steady.plan()
         if self._steady is None or rows is None:
             return None
+        if self._free_slots and len(self._waiting):
+            outline = Outline(self._budget)
+            outline.budget -= len(rows)
+            self._admit(outline)
+            if outline.admissions:
+                outline.decodes[:0] = self._steady.planned(rows)
+                self._end_steady()
+                return self._send(outline)
         self._counters.step_tokens.append(len(rows))
         return self._in_flight.send(SteadyStep(self._steady, rows), [], rows, len(rows))
 
@@ -194,8 +201,9 @@ class Scheduler:
         # The memory just taken back, or waited for, is for those who run.
         if self._counters.num_preemptions == num_preempted and not outline.is_blocked:
             self._admit(outline)
-        if outline.is_empty:
-            return None
+        return None if outline.is_empty else self._send(outline)
+
+    def _send(self, outline: Outline) -> StepPlan:
         planned = outline.planned()
         if self._drafter is None and len(outline.decodes) == len(self._running) == len(planned):
             self._all_decode = planned
