@@ -10,6 +10,7 @@ from pathlib import Path
 
 from grammar_support import CASES
 
+from tokenspeed.grammar.format_patterns import LONG_CHARS
 from tokenspeed.grammar.json_schema import MAX_DEPTH, MAX_NODES, MAX_PROPERTIES, UNSUPPORTED
 from tokenspeed.grammar.json_schema import rewrite_schema as rewrite
 from tokenspeed.grammar.patterns import MAX_CHARS, MAX_COPIES, MAX_GROUPS
@@ -28,11 +29,11 @@ Whatever is generated is valid under the schema as written. It may be less than 
 not named are not made up (unless `additionalProperties` says so; an object is open where neither `properties` nor
 `patternProperties` stands, and `"properties": {{}}` names none), named ones come in the order of the schema, a pattern
 matches the whole string, keywords without `type` imply theirs. Beside a pattern or a format, lengths narrow what is
-generated; a `maxLength` above {MAX_HELD_LEN} is not held beside a pattern or a URI: the one thing that is loose. Where
-properties with a constant tell the branches of a `oneOf` apart, they are written, required or not. Arrays of
-`uniqueItems` are in the order of the enum. With xgrammar a string with `maxLength` holds no escapes (no quote,
-backslash or line end), one with `minLength` only behind that length, and above 16 none. Each line is a test with both
-libraries.
+generated; a `maxLength` above {MAX_HELD_LEN} is taken for {MAX_HELD_LEN} beside a pattern that would go on without end,
+and a URI that may have {LONG_CHARS} characters has no more. Where properties with a constant tell the branches of a
+`oneOf` apart, they are written, required or not. Arrays of `uniqueItems` are in the order of the enum. With
+xgrammar a string with `maxLength` holds no escapes (no quote, backslash or line end), one with `minLength` only
+behind that length, and above 16 none. Each line is a test with both libraries.
 
 | Case | Schema | |
 |---|---|---|

@@ -77,3 +77,16 @@ SHORT_PATTERNS: Mapping[str, str] = {
 }
 """Less of some formats, with few and plain counts: what is left of them between lengths is still of use. The last part
 of a URI is a path, a query or both; a `%` in it would need two characters behind it, so there is none."""
+
+_LONG_REST = rf"(?:[A-Za-z0-9._~!$&'()*+,;=:@/?\-]|%{_HEX}{{2}})"
+_LONG_URI = (
+    r"[A-Za-z][A-Za-z0-9+.\-]{0,5}:"
+    rf"(?://[A-Za-z0-9.\-]{{1,64}}(?::[0-9]{{1,5}})?(?:[/?]{_LONG_REST}{{0,128}}(?:#{_LONG_REST}{{0,32}})?)?"
+    rf"|[A-Za-z0-9._~!$&'()*+,;=:@\-]{_LONG_REST}{{0,128}})"
+)
+
+LONG_PATTERNS: Mapping[str, str] = {"uri": _LONG_URI, "uri-reference": _LONG_URI}
+"""Of strings that have room: with `%`, and no longer than `LONG_CHARS`. Measured with xgrammar and 49k tokens: 1.2 s to
+compile; the short one 0.4 s, one of any length 1.4 s."""
+
+LONG_CHARS = 6 + 1 + 2 + 64 + 6 + 1 + 3 * 128 + 1 + 3 * 32

@@ -51,6 +51,15 @@ def within(pattern: str, low: int, high: int | None) -> str | None:
     return text if text is not None and len(text) <= MAX_CHARS else None
 
 
+def lengths_of(pattern: str) -> tuple[int, float]:
+    """The least and the most characters of a match; inf: no most.
+
+    Raises:
+        GrammarError: see `name_pattern.NamePattern`.
+    """
+    return _lengths(read_pattern(pattern))
+
+
 def _lengths(node: Node) -> tuple[int, float]:
     """The least and the most characters of a match."""
     match node:

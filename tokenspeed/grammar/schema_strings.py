@@ -6,16 +6,16 @@ import math
 import re
 
 from tokenspeed.grammar.budget import Budget
-from tokenspeed.grammar.format_patterns import FORMAT_PATTERNS, SHORT_PATTERNS
+from tokenspeed.grammar.format_patterns import FORMAT_PATTERNS, LONG_CHARS, LONG_PATTERNS, SHORT_PATTERNS
 from tokenspeed.grammar.interface import GrammarError
-from tokenspeed.grammar.pattern_length import within
+from tokenspeed.grammar.pattern_length import lengths_of, within
 from tokenspeed.grammar.patterns import MAX_CHARS, check_pattern
 from tokenspeed.grammar.schema_merge import EmptySchema, Schema
 from tokenspeed.grammar.schema_types import CALENDAR, FORMATS, check_order
 
 MAX_HELD_LEN = 256
-"""A most length above it is not kept beside a pattern, or a format of strings that may be long: a count of so many
-characters costs xgrammar seconds to compile or, above 128 in one place, 4 ms a token (measured with 49k tokens)."""
+"""A most length above it is taken for this one beside a pattern or a format that would go on without end: a count of
+more characters costs xgrammar seconds to compile or, above 128 in one place, 4 ms a token (with 49k tokens)."""
 
 READ_STEPS, NARROW_STEPS = 1, 4
 """Of a budget, for each character of a pattern: it is read, or narrowed to a length (about 1 and 4 us)."""
@@ -26,9 +26,6 @@ _FORMAT_LENGTHS = {
     "uri": (2, math.inf),
 }  # fmt: skip
 """The least and the most characters that a string of a format has. inf: no most that the libraries keep."""
-
-_LONG_FORMATS = frozenset(("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"))
-"""What would be cut in two by `MAX_HELD_LEN`; strings of other formats are never so long."""
 
 _AS_PATTERNS = frozenset(("ipv4", "relative-json-pointer"))
 """Formats of which xgrammar knows less (it takes `1.2.3.019`) or llguidance nothing."""
@@ -123,18 +120,16 @@ def _hold_lengths(own: Schema, where: str, budget: Budget) -> None:
     """
     low, high = own.pop("minLength", 0), own.pop("maxLength", None)
     kind = own.get("format")
-    if high is not None and high > MAX_HELD_LEN:
-        high = None if kind is None or kind in _LONG_FORMATS else MAX_HELD_LEN
     if low == 0 and high is None:
         return
     key = "pattern" if kind is None else "format"
-    if kind is None:
-        source = own["pattern"]
-    else:
-        plain = FORMAT_PATTERNS if high is None else {**FORMAT_PATTERNS, **SHORT_PATTERNS}
-        source = CALENDAR[kind] if kind in CALENDAR else plain[kind]
+    source = own["pattern"] if kind is None else _pattern_for(kind, high)
     budget.spend(NARROW_STEPS * len(source))
     try:
+        if high is not None and high > MAX_HELD_LEN:
+            least, most = lengths_of(source)
+            if most > high:  # else it is held already
+                high = min(high, max(MAX_HELD_LEN, least, low))
         held = within(source, low, high)
     except GrammarError as error:
         raise GrammarError(f"{where}/{key}: {error}") from None
@@ -143,3 +138,13 @@ def _hold_lengths(own: Schema, where: str, budget: Budget) -> None:
         raise GrammarError(f"{where}/{key}: not together with {lengths}; say it all in the pattern")
     own.pop("format", None)
     own["pattern"] = whole(held)
+
+
+def _pattern_for(kind: str, high: int | None) -> str:
+    """A format's pattern for strings of at most so many characters."""
+    if kind in CALENDAR:
+        return CALENDAR[kind]
+    if high is None:
+        return FORMAT_PATTERNS[kind]
+    short = {**SHORT_PATTERNS, **LONG_PATTERNS} if high >= LONG_CHARS else SHORT_PATTERNS
+    return short.get(kind, FORMAT_PATTERNS[kind])
