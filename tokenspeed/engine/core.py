@@ -35,6 +35,7 @@ from tokenspeed.protocol.messages import (
 )
 from tokenspeed.protocol.step import StepPlan, StepResult
 from tokenspeed.runner.interface import Pending, Runner
+from tokenspeed.scheduler.outcome import refusals
 
 logger = logging.getLogger(__name__)
 
@@ -215,15 +216,11 @@ class EngineCore:
     def _add(self, request: AddRequest) -> None:
         """A request the scheduler cannot take fails alone."""
         try:
-            refusals = self._scheduler.add(request)
+            outputs = self._scheduler.add(request)
         except Exception as error:
             logger.exception("request %s could not be added", request.request_id)
-            message = f"the engine could not take the request: {error}"
-            refusals = [
-                SequenceOutput(request_id=request.request_id, index=index, finish_reason="error", error=message)
-                for index in range(request.sampling.n)
-            ]
-        self._send_outputs(refusals)
+            outputs = refusals(request, f"the engine could not take the request: {error}")
+        self._send_outputs(outputs)
 
     def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
         """The last terminal events of this engine. A broken scheduler may be unable to name them; then the client ends
