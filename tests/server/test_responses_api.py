@@ -26,6 +26,7 @@ from tokenspeed.server.responses_api.items import (
     SummaryText,
 )
 from tokenspeed.server.responses_api.request import NOT_OFFERED, RESPONSES_REFUSED
+from tokenspeed.text.messages import in_parts
 from tokenspeed.text.parsers.model_json import json_object
 
 URL = "/v1/responses"
@@ -406,7 +407,7 @@ def test_items_become_messages():
         {"role": "tool", "content": "yes", "tool_call_id": "1"},
         {"role": "tool", "content": "no", "tool_call_id": "2"},
         {"role": "assistant", "content": "done", "reasoning_content": "so, in short"},
-        {"role": "assistant", "content": "really\nnot"},
+        {"role": "assistant", "content": in_parts(["really", "not"])},
     ]
     with pytest.raises(InvalidRequest, match="call_id '3'"):
         to_messages([*items, FunctionCallOutputItem(call_id="3", output="")], None)

@@ -31,8 +31,8 @@ class Conversation:
     """What a chat template sees.
 
     Fields:
-        messages: as templates know them: role, content as one string, `tool_calls` with arguments as objects,
-            `reasoning_content`.
+        messages: as templates know them: role, content as text or parts of type text, `tool_calls` with arguments as
+            objects, `reasoning_content`.
         tools: in OpenAI's wrapped shape, `{"type": "function", "function": {"name", "description", "parameters"}}`.
         documents: for templates that read them.
         add_generation_prompt: end with the start of an assistant turn; None: unless continue_final_message.

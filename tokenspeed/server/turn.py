@@ -24,6 +24,7 @@ from tokenspeed.protocol.sampling import SamplingParams, ThinkingBudget
 from tokenspeed.server.context import ServerContext, check_off_loop
 from tokenspeed.server.rendering import Conversation, num_chars, render
 from tokenspeed.server.turn_reader import TurnReader
+from tokenspeed.text.messages import joined
 from tokenspeed.text.parsers.interface import (
     ParseContext,
     ReasoningFormat,
@@ -215,7 +216,7 @@ def _parse_context(
     reads_ids: bool,
 ) -> ParseContext:
     talk, tokenizer = request.conversation, context.client.tokenizer
-    continued = str(talk.messages[-1]["content"]) if talk.continue_final_message else None
+    continued = joined(talk.messages[-1]["content"]) if talk.continue_final_message else None
     tail = _TAIL_TOKENS if continued is None else max(_CONTINUED_TAIL_TOKENS, len(continued.encode()) + _TAIL_TOKENS)
     return ParseContext(
         tools=tool_specs(offered),

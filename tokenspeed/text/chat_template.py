@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Template, TemplateSyntaxError, meta, nodes
+from jinja2 import Template, TemplateSyntaxError, meta
 
 from tokenspeed.protocol.errors import ConfigError, InvalidRequest
 from tokenspeed.text.codec import Tokenizer
-from tokenspeed.text.messages import normalize_messages
+from tokenspeed.text.messages import joined, normalize_messages
 from tokenspeed.text.shield import Shield
+from tokenspeed.text.template_content import Shape, content_shape, render_shaped
 from tokenspeed.text.template_env import ChatTemplateEnvironment, TemplateRefusal
 
 MAX_CACHED_TEMPLATES = 16
@@ -57,7 +58,7 @@ class ChatTemplate:
         self._spellings = tuple(spellings)
         self._environment = ChatTemplateEnvironment()
         self._compile = functools.lru_cache(maxsize=MAX_CACHED_TEMPLATES)(self._environment.from_string)
-        self._wants_parts = functools.lru_cache(maxsize=MAX_CACHED_TEMPLATES)(self._reads_parts)
+        self._shape = functools.lru_cache(maxsize=MAX_CACHED_TEMPLATES)(self._find_shape)
 
     def render(
         self,
@@ -100,17 +101,16 @@ class ChatTemplate:
         if continue_final_message:
             _mark_final(chat, shield.mark)
         self._compiled(source)  # a template that is not valid says so first
-        if self._wants_parts(source):
-            chat = [_in_parts(message) for message in chat]
         variables = {
             **self._special_tokens,
             **shield.protect(arguments),
-            "messages": chat,
             "tools": shield.protect(list(tools)) if tools else None,
             "documents": shield.protect(list(documents)) if documents else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        marked = self._run(source, variables)
+        marked = render_shaped(
+            self._shape(source), chat, lambda each: self._run(source, {**variables, "messages": each})
+        )
         if continue_final_message:
             marked = _cut_final(marked, shield.mark)
         return RenderedChat(marked, shield.breaker)
@@ -169,12 +169,8 @@ class ChatTemplate:
             param="messages",
         )
 
-    def _reads_parts(self, source: str) -> bool:
-        """Whether a template takes content for a list of parts only: it loops over it and never asks if it is a string.
-        A string would come out letter by letter, or not at all."""
-        tree = self._environment.parse(source)
-        loops = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
-        return loops and not any(test.name == "string" for test in tree.find_all(nodes.Test))
+    def _find_shape(self, source: str) -> Shape:
+        return content_shape(self._environment.parse(source))
 
     def _run(self, source: str, variables: dict[str, Any]) -> str:
         template = self._compiled(source)
@@ -249,25 +245,15 @@ def render_chat_ids(
     return tokenizer.encode_rendered(rendered.marked, rendered.breaker)
 
 
-def _is_content(node: nodes.Node) -> bool:
-    """`x.content` or `x['content']`."""
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-
-
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
 def _mark_final(chat: list[dict[str, Any]], mark: str) -> None:
-    if not isinstance(chat[-1].get("content"), str):
+    content = chat[-1].get("content")
+    if content is None:
         raise InvalidRequest(
             "continue_final_message is set, but the last message has no content to continue", "continue_final_message"
         )
     # The space behind the mark tells afterwards whether the template trimmed the message.
-    chat[-1]["content"] += mark + " "
+    # One text, so that it can be found again at the prompt's end.
+    chat[-1]["content"] = joined(content) + mark + " "
 
 
 def _cut_final(rendered: str, mark: str) -> str:

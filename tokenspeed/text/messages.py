@@ -1,7 +1,7 @@
 """Chat messages as clients send them, brought to the one shape that chat templates expect.
 
-The template sees: role, content as a string, no keys whose value is null, tool-call arguments as objects, reasoning
-under `reasoning_content` (and `thinking`, which some templates read).
+Templates see: role, content as text or parts of type text (`template_content` chooses), no keys whose value is null,
+tool-call arguments as objects, reasoning under `reasoning_content` (and `thinking`, which some templates read).
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Any
 from tokenspeed.protocol.echo import echo, json_type
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.text.parsers.model_json import read_json
+
+Content = str | list[dict[str, str]]
+"""Of a message: text, or parts of type text."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -44,7 +47,24 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
-def _content(where: str, content: Any) -> str:
+def in_parts(texts: Sequence[str]) -> list[dict[str, str]]:
+    """Texts as parts of a message's content, in the shape that templates know."""
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def text_or_parts(texts: Sequence[str]) -> Content:
+    """Content of any number of texts."""
+    return in_parts(texts) if len(texts) > 1 else "".join(texts)
+
+
+def joined(content: Content) -> str:
+    """Content as one text: parts on lines of their own."""
+    # Templates of the family do not say. vLLM and llama.cpp do so; without anything between, "File a:" and its text
+    # would run together.
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _content(where: str, content: Any) -> Content:
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
@@ -52,7 +72,7 @@ def _content(where: str, content: Any) -> str:
             f"{where}.content is {json_type(content)}, it must be a string or a list of text parts",
             param="messages",
         )
-    return "\n".join(_part(f"{where}.content[{index}]", part) for index, part in enumerate(content))
+    return in_parts([_part(f"{where}.content[{index}]", part) for index, part in enumerate(content)]) or ""
 
 
 def _part(where: str, part: Any) -> str:

@@ -15,6 +15,7 @@ from tokenspeed.server.anthropic.blocks import (
 from tokenspeed.server.anthropic.request import InputMessage, PromptFields, Tool
 from tokenspeed.server.carried import unpack
 from tokenspeed.server.openai.tools import check_tool_names
+from tokenspeed.text.messages import text_or_parts
 
 # A header that some clients write as the first system block, another one for every request. Read by a model it would
 # say nothing, and no prompt's prefix would ever be found in the cache.
@@ -91,7 +92,7 @@ def _assistant(message: InputMessage, where: str, calls_so_far: dict[str, bool])
                 calls.append({"id": block.id, "type": "function", "function": function})
             case _:
                 raise _misplaced(f"{where}.content[{place}]", "tool_result", "user")
-    result: ChatMessage = {"role": "assistant", "content": "\n".join(texts)}
+    result: ChatMessage = {"role": "assistant", "content": text_or_parts(texts)}
     if any(thinking):
         result["reasoning_content"] = "\n".join(thinking)
     if calls:
@@ -106,7 +107,7 @@ def _others(message: InputMessage, where: str, calls_so_far: dict[str, bool]) ->
 
     def flush() -> None:
         if texts:
-            result.append({"role": message.role, "content": "\n".join(texts)})
+            result.append({"role": message.role, "content": text_or_parts(texts)})
             texts.clear()
 
     for place, block in enumerate(message.content):

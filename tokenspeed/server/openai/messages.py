@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.text.messages import Content, in_parts
 from tokenspeed.text.parsers.model_json import json_object
 
 _OTHER_MEDIA = frozenset(
@@ -97,7 +98,7 @@ def check_media(messages: Any) -> None:
 
 
 def to_template(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as templates know them: content as one string, `developer` as `system`, call arguments as objects.
+    """Messages as templates know them: content as text or parts, `developer` as `system`, call arguments as objects.
 
     Raises:
         InvalidRequest: no message, content or a field where its role has none, arguments that are not a JSON object.
@@ -120,7 +121,7 @@ def _to_template(message: Message, where: str) -> dict[str, Any]:
     result: dict[str, Any] = {
         # Families served here have no developer role of their own; OpenAI defines it as the newer system role.
         "role": "system" if message.role == "developer" else message.role,
-        "content": _text(message.content) or message.refusal or "",
+        "content": _content(message.content) or message.refusal or "",
     }
     if message.name is not None:
         result["name"] = message.name
@@ -152,12 +153,10 @@ def _check_refusals(message: Message, where: str) -> None:
             raise InvalidRequest(f"{at} is of type refusal, which is only for role assistant", param=at)
 
 
-def _text(content: str | list[TextPart | RefusalPart] | None) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
+def _content(content: str | list[TextPart | RefusalPart] | None) -> Content | None:
+    if not isinstance(content, list):
         return content
-    return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+    return in_parts([part.text if isinstance(part, TextPart) else part.refusal for part in content])
 
 
 def _call_to_template(call: ToolCall, where: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from tokenspeed.server.responses_api.items import (
     Refusal,
 )
 from tokenspeed.server.responses_api.namespaces import flat_name
+from tokenspeed.text.messages import Content, joined, text_or_parts
 from tokenspeed.text.parsers.model_json import json_object
 
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
@@ -90,10 +91,12 @@ class _Talk:
     def add(self, item: Item, where: str) -> None:
         match item:
             case MessageItem(role="assistant"):
-                self._before_output()["content"] = _text(item.content)
+                self._before_output()["content"] = _content(item.content)
             case MessageItem():
                 # Families served here have no developer role of their own; OpenAI defines it as the newer system role.
-                self.add_message("system" if item.role == "developer" else item.role, _text(item.content))
+                role = "system" if item.role == "developer" else item.role
+                content = _content(item.content)
+                self.add_message(role, joined(content) if role == "system" else content)
             case ReasoningItem():
                 message = self._before_output()
                 message["reasoning_content"] = message.get("reasoning_content", "") + _reasoning(item)
@@ -106,9 +109,9 @@ class _Talk:
                         param=f"{where}.call_id",
                     )
                 _check_new(item.call_id, self._answered_ids, where, "function_call_output")
-                self.add_message("tool", _text(item.output), tool_call_id=item.call_id)
+                self.add_message("tool", _content(item.output), tool_call_id=item.call_id)
 
-    def add_message(self, role: str, content: str, tool_call_id: str | None = None) -> None:
+    def add_message(self, role: str, content: Content, tool_call_id: str | None = None) -> None:
         self._assistant = None
         answers = {} if tool_call_id is None else {"tool_call_id": tool_call_id}
         self.messages.append({"role": role, "content": content, **answers})
@@ -169,10 +172,10 @@ def _reasoning(item: ReasoningItem) -> str:
     return "\n".join(part.text for part in item.summary) if text is None else text
 
 
-def _text(content: str | Sequence[InputText | OutputText | Refusal]) -> str:
+def _content(content: str | Sequence[InputText | OutputText | Refusal]) -> Content:
     if isinstance(content, str):
         return content
-    return "\n".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)
+    return text_or_parts([part.refusal if isinstance(part, Refusal) else part.text for part in content])
 
 
 def _plain_item(item: Any, where: str) -> Any:
