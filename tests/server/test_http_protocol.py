@@ -7,7 +7,7 @@ import json
 
 import pytest
 from fake_engine_client import FakeClient
-from fake_server import Running, running
+from fake_server import Running, running, until
 
 from tokenspeed.server import http_protocol
 from tokenspeed.server.http_protocol import MAX_HEAD_BYTES
@@ -130,3 +130,67 @@ async def test_what_is_no_http_gets_an_error_of_the_usual_shape(engine: FakeClie
         answer = await exchange(server, [b"\x16\x03\x01\x02\x00\x01\x00"])
     assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
     assert set(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]) == {"message", "type", "param", "code"}
+
+
+def http10(path: str, body: dict[str, object]) -> bytes:
+    content = json.dumps(body).encode()
+    head = b"POST %s HTTP/1.0\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    return head % (path.encode(), len(content)) + content
+
+
+async def test_http_1_0_gets_no_chunks(engine: FakeClient):
+    """Streams came in chunks, which HTTP/1.0 does not know: their lengths stood in the middle of the text."""
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 4, "stream": True}
+    async with running(engine) as server:
+        answer = await exchange(server, [http10("/v1/completions", body)])
+        head, _, rest = answer.partition(b"\r\n\r\n")
+        assert b"200 OK" in head and b"chunked" not in head.lower() and b"connection: close" in head
+        assert rest.startswith(b"data: {") and rest.endswith(b"data: [DONE]\n\n")
+        assert all(line.startswith(b"data: ") for line in rest.split(b"\n") if line)
+        answer = await exchange(server, [http10("/tokenize", {"prompt": "ab"})])
+        head, _, rest = answer.partition(b"\r\n\r\n")
+        assert b"content-length: %d" % len(rest) in head and json.loads(rest)["count"] == 3
+
+
+async def test_monitors_may_ask_with_head(engine: FakeClient):
+    """HEAD /health was 405."""
+    async with running(engine, api_keys=("secret",)) as server:
+        for path in (b"/health", b"/liveness", b"/readiness", b"/version", b"/metrics"):
+            answer = await exchange(server, [b"HEAD %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % path])
+            head, _, rest = answer.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200") and b"content-length" in head and not rest
+        answer = await exchange(server, [b"HEAD /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"])
+        assert answer.startswith((b"HTTP/1.1 401", b"HTTP/1.1 405"))
+
+
+async def test_all_of_a_pipeline_learn_that_the_client_has_gone(engine: FakeClient, caplog: pytest.LogCaptureFixture):
+    """Only the last request was told: the one before it was generated to its end, and written to a closed socket."""
+    engine.reply, engine.gate = "x" * 200, asyncio.Event()
+    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 200, "stream": True}).encode()
+    one = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+    async with running(engine) as server:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        writer.write(one % (len(body), body) * 2)
+        await until(lambda: bool(engine.running))
+        writer.transport.abort()
+        await until(lambda: not engine.running)
+        assert len(engine.closed_early) == 1
+        engine.gate.set()
+        await asyncio.sleep(0.05)
+    assert "closed" not in caplog.text and "Exception" not in caplog.text
+
+
+async def test_what_is_no_http_does_not_come_out_inside_an_answer(engine: FakeClient):
+    """Bytes that are no HTTP behind a request that is being answered: a second status line stood in its stream."""
+    engine.reply, engine.gate = "x" * 50, asyncio.Event()
+    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 50, "stream": True}).encode()
+    one = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+    async with running(engine) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        writer.write(one % (len(body), body))
+        answer = await reader.readuntil(b"data: ")
+        writer.write(b"\x00\x01 nonsense\r\n\r\n")
+        answer += await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        assert answer.count(b"HTTP/1.1 ") == 1 and answer.startswith(b"HTTP/1.1 200")
+        await until(lambda: not engine.running)

@@ -25,7 +25,7 @@ from tokenspeed.server.errors import error_response, install_handlers
 from tokenspeed.server.formats import choose_formats
 from tokenspeed.server.lifecycle import StopSignal, bind, first_of, run_loop, serve
 from tokenspeed.server.metrics import Metrics
-from tokenspeed.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
+from tokenspeed.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, HeadMiddleware
 from tokenspeed.server.openai import chat, chat_answer, completions, models, tokenize
 from tokenspeed.server.openai.fields import NO_EFFECT
 from tokenspeed.server.responses_api import create, stored
@@ -79,6 +79,7 @@ def build_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     install_handlers(app, _error_in_shape)
     install_openapi(app, _WIRE_TYPES)
     # The last one added is the outermost: CORS answers preflights, which carry no key.
+    app.add_middleware(HeadMiddleware)
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes)
     if config.api_keys:
         app.add_middleware(ApiKeyMiddleware, api_keys=config.api_keys)

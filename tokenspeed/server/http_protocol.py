@@ -3,6 +3,9 @@
 The parser itself sets no limit, and it joins a header from its pieces: an endless one takes all memory, and one of
 80 MB stopped the event loop for nine seconds, before any key was asked for. Nor does anything wait for a head with an
 end: a connection that sent half of one, or nothing, was kept for ever, and so was one that sent its body drop by drop.
+
+Of pipelined requests uvicorn tells only the last that the connection is lost: the one before went on answering, into a
+closed socket. To HTTP/1.0, which knows no chunks, it sends chunks all the same.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import asyncio
 import logging
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tokenspeed.server.errors import ErrorBody, ErrorDetail
 
@@ -32,6 +36,7 @@ class HttpProtocol(HttpToolsProtocol):
     _num_body_bytes: int | None = None  # None: no body is awaited
     _body_since_s = 0.0
     _body_timer: asyncio.TimerHandle | None = None
+    _answering: RequestResponseCycle | None = None  # others wait behind it; `cycle` is the last one
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -40,7 +45,16 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_body_timer()
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        self._answering = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = _without_chunks(app, cycle)
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def data_received(self, data: bytes) -> None:
         self._num_head_bytes += len(data)
@@ -135,9 +149,36 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(400, "Bad Request", msg)
 
     def _refuse(self, status: int, phrase: str, message: str) -> None:
+        if self.transport.is_closing():
+            return
+        answering = self._answering
+        if answering is not None and answering.response_started and not answering.response_complete:
+            self.transport.close()  # it would come out in the middle of the answer before
+            return
         body = msgspec.json.encode(ErrorBody(ErrorDetail(message=message, type="invalid_request_error")))
         self.transport.write(
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
             % (status, phrase.encode(), len(body), body)
         )
         self.transport.close()
+
+
+def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """An answer of unknown length ends where the connection does."""
+
+    async def plain(scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = False
+
+        async def sent(message: Message) -> None:
+            nonlocal is_open
+            if message["type"] == "http.response.start":
+                is_open = not any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                if is_open:
+                    cycle.chunked_encoding = False
+            elif is_open:
+                cycle.expected_content_length = len(message.get("body", b""))  # whatever comes is right
+            await send(message)
+
+        await app(scope, receive, sent)
+
+    return plain

@@ -15,6 +15,7 @@ from tokenspeed.server.responses import json_response
 
 # Probes and scrapers come without keys.
 OPEN_PATHS = frozenset({"/health", "/liveness", "/readiness", "/version", "/metrics"})
+HEAD_PATHS = OPEN_PATHS | {"/v1/models"}
 
 
 class ApiKeyMiddleware:
@@ -43,6 +44,18 @@ class ApiKeyMiddleware:
             for key in self._keys:  # every key is compared, so the time tells nothing of which one was near
                 allowed |= hmac.compare_digest(one.strip(), key)
         return allowed
+
+
+class HeadMiddleware:
+    """Answers HEAD where monitors ask it, as GET; the HTTP server leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD" and scope["path"] in HEAD_PATHS:
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
 
 
 class BodyLimitMiddleware:
