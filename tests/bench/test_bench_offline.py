@@ -277,7 +277,8 @@ def test_fp8_weights_count_one_byte_and_their_scales(tmp_path, ignored):
     cost = model_cost(made)
     assert cost.weight_bytes == matrices + 4 * rows + 4 * (norms + vocabulary)
     assert cost.multiplies_fp8
-    assert not model_cost(msgspec.structs.replace(made, device="cpu")).multiplies_fp8
+    for changes in ({"device": "cpu"}, {"has_e4m3": False}):
+        assert not model_cost(msgspec.structs.replace(made, **changes)).multiplies_fp8
     quantized = QuantizationConfig(method="fp8", granularity="tensor", activations="dynamic", ignored=ignored)
     model = msgspec.structs.replace(dense.model, quantization=quantized)
     cost = model_cost(msgspec.structs.replace(dense, device="cuda", model=model))

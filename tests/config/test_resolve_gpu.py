@@ -13,6 +13,7 @@ from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.gpu import GpuInfo
 from tokenspeed.config.gpu_choices import UNRECORDABLE_ATTENTION, capture_ladder, exact_ladder, memory_utilization
 from tokenspeed.config.model import ModelConfig, RopeConfig
+from tokenspeed.config.quantization import QuantizationConfig
 from tokenspeed.config.resolve import resolve
 from tokenspeed.models.qwen3_moe import EXAMPLE as QWEN3_MOE
 from tokenspeed.protocol.errors import ConfigError
@@ -110,6 +111,28 @@ def test_an_8_bit_cache_needs_a_gpu_with_8_bit_floats(flag: str):
     assert "NVIDIA A100 has compute capability 8.0" in message and "need 8.9" in message
     assert message.startswith(f"--kv-cache-dtype is {flag}") and message.endswith("use --kv-cache-dtype auto")
     assert engine(args, WITH_E4M3).kv_cache_dtype == engine(args).kv_cache_dtype == "fp8_e4m3"
+
+
+def test_weights_are_not_quantized_where_they_would_be_widened_again():
+    """Regression: accuracy was lost and no memory won, with a line of the log."""
+    args = EngineArgs(quantization="fp8")
+    message = refused(args, WITHOUT_E4M3)
+    assert "--quantization is fp8" in message and "NVIDIA A100" in message and "leave the flag out" in message
+    config = engine(args, WITH_E4M3)
+    assert config.quantize_on_load == "fp8" and config.has_e4m3
+    assert not engine(device=WITHOUT_E4M3).has_e4m3
+    for dtype in ("half", "float32"):
+        assert "use --dtype bfloat16" in refused(EngineArgs(quantization="fp8", dtype=dtype))
+    experts = engine(EngineArgs(quantization="fp8", dtype="float32"), model=QWEN3_MOE)
+    assert experts.quantize_on_load == "fp8", "experts stay in 8 bits"
+
+
+def test_a_checkpoint_stored_in_8_bits_runs_without():
+    stored = QuantizationConfig(method="fp8", granularity="tensor", activations="dynamic")
+    model = msgspec.structs.replace(MODEL, quantization=stored)
+    for flag in (None, "fp8"):
+        config = engine(EngineArgs(quantization=flag), WITHOUT_E4M3, model)
+        assert config.quantize_on_load is None and not config.has_e4m3
 
 
 def test_a_checkpoint_made_for_an_8_bit_cache_runs_without():

@@ -83,7 +83,7 @@ NOT_DECIDING = {
     "model", "checkpoint", "load_format", "num_pages", "kv_memory_bytes", "enable_prefix_caching", "enable_overlap",
     "enforce_eager", "schedule_policy", "num_threads", "seed", "max_queue_len", "gpu_memory_utilization", "pad_graphs",
     "trust_remote_code", "skip_tokenizer_init", "grammar_backend", "grammar_timeout_s", "any_whitespace",
-    "decode_log_interval", "choices",
+    "decode_log_interval", "choices", "has_e4m3",  # which follows from the GPU, a part of the key
 }  # fmt: skip
 
 

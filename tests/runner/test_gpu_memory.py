@@ -218,6 +218,8 @@ NARROW = "--kv-cache-dtype fp8"
         ({"max_model_len": 70_000, "number_bytes": 1}, False),  # it is fp8 already
         ({"max_model_len": 200_000, "number_bytes": 2}, False),  # half is too much as well
         ({"num_pages": 1000, "number_bytes": 2}, True),
+        ({"num_pages": 1000, "number_bytes": 2, "has_e4m3": False}, False),  # the GPU has none
+        ({"pool_bytes": 5 * GIB, "max_model_len": 60_000, "number_bytes": 2, "has_e4m3": False}, False),
         ({"pool_bytes": 20 * GIB, "number_bytes": 2}, False),  # so many bytes, whatever they hold
         ({"pool_bytes": 5 * GIB, "max_model_len": 60_000, "number_bytes": 2}, True),
         ({"pool_bytes": 3 * GIB, "max_model_len": 60_000, "number_bytes": 2}, False),
@@ -284,6 +286,7 @@ def config(**changes) -> types.SimpleNamespace:
         "kv_cache_dtype": "bfloat16",
         "dtype": "bfloat16",
         "quantize_on_load": None,
+        "has_e4m3": True,
     }
     return types.SimpleNamespace(**{**about, **changes})
 

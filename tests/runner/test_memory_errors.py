@@ -122,6 +122,8 @@ def test_the_pool_is_made_smaller_by_the_flag_that_made_it(gpu: None) -> None:
     [
         ({"dtype": "float32"}, "--dtype bfloat16"),
         ({"quantize_on_load": "fp8"}, None),
+        ({"has_e4m3": False}, None),
+        ({"dtype": "float16"}, None),
         ({"model": msgspec.structs.replace(CONFIG.model, qtype="Q4_1")}, None),
     ],
 )

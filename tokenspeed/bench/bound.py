@@ -160,9 +160,9 @@ def _expert_cost(config: EngineConfig) -> ExpertCost | None:
 
 
 def _is_fp8(name: str, config: EngineConfig) -> bool:
-    """A matrix is kept in e4m3. On a CPU none is: no kernel multiplies them there."""
+    """A matrix is kept in e4m3. On a CPU none is, nor on a GPU without: no kernel multiplies them there."""
     module, quantization = name.removesuffix(".weight"), config.model.quantization
-    if config.device == "cpu" or name == TOKEN_TABLE:
+    if config.device == "cpu" or not config.has_e4m3 or name == TOKEN_TABLE:
         return False
     if quantization is not None and quantization.method == "mxfp4":
         return False  # experts alone

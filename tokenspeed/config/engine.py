@@ -35,6 +35,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         pad_graphs: a batch between two of these sizes is padded to the next one.
         skip_tokenizer_init: the client works in token ids only.
         quantize_on_load: what a dense checkpoint is quantized to; None = weights stay as they are stored.
+        has_e4m3: the GPU's kernels take 8-bit floats.
         grammar_backend: library of structured output; auto: the engine takes what is installed.
         grammar_timeout_s: seconds that compiling one grammar may take.
         any_whitespace: structured JSON may be laid out freely.
@@ -68,6 +69,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_sizes: tuple[int, ...] = ()
     pad_graphs: bool = True
     quantize_on_load: Literal["fp8"] | None = None
+    has_e4m3: bool = True
     trust_remote_code: bool = False
     skip_tokenizer_init: bool = False
     grammar_backend: Literal["auto", "xgrammar", "llguidance", "none"] = "auto"

@@ -49,6 +49,28 @@ def quantize_on_load(args: EngineArgs, model: ModelConfig) -> Literal["fp8"] | N
     return "fp8"
 
 
+def check_quantizing(quantizes: Literal["fp8"] | None, dtype: Dtype, has_experts: bool, obstacle: str | None) -> None:
+    """On a GPU: what is quantized must be kept so, or its accuracy is lost for nothing.
+
+    Args:
+        obstacle: why the GPU has no 8-bit floats, if so.
+    Raises:
+        ConfigError: the weights would be widened again as soon as they are quantized. Names the remedy.
+    """
+    if quantizes is None:
+        return
+    if obstacle is not None:
+        raise ConfigError(
+            f"--quantization is {quantizes}, but {obstacle}; leave the flag out, which keeps the weights as they are "
+            "stored, or take a smaller model if they do not fit"
+        )
+    if dtype != "bfloat16" and not has_experts:
+        raise ConfigError(
+            f"--quantization is {quantizes}, but with --dtype {dtype} no kernel keeps weights in 8 bits; use --dtype "
+            "bfloat16, or leave the flag out"
+        )
+
+
 def kv_dtype(
     args: EngineArgs, model: ModelConfig, dtype: Dtype, choices: list[Choice], obstacle: str | None = None
 ) -> KVDtype:

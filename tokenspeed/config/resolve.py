@@ -17,7 +17,7 @@ from tokenspeed.config.engine import Choice, EngineConfig
 from tokenspeed.config.gpu_choices import capture_sizes, memory_utilization, prefill_sizes, usable_gpu, why_no_e4m3
 from tokenspeed.config.kv_size import kv_bytes_per_token, kv_capacity, kv_size
 from tokenspeed.config.model import ModelConfig
-from tokenspeed.config.precision_choices import kv_dtype, quantize_on_load
+from tokenspeed.config.precision_choices import check_quantizing, kv_dtype, quantize_on_load
 from tokenspeed.config.server import ServerConfig
 from tokenspeed.protocol.errors import ConfigError
 
@@ -114,8 +114,10 @@ def _engine(
     dtype = _dtype(args, model, device, choices) if kind == "cpu" else _gpu_dtype(args, model, choices)
     quantizes = quantize_on_load(args, model)
     moe_choices.check_dtype(dtype, model.moe is not None, model.quantization, quantizes)
-    moe_choices.check(args.moe_backend, kind, model.moe is not None)
     no_e4m3 = why_no_e4m3(device.gpus[0]) if kind == "cuda" else None
+    if kind == "cuda":
+        check_quantizing(quantizes, dtype, model.moe is not None, no_e4m3)
+    moe_choices.check(args.moe_backend, kind, model.moe is not None)
     kv_cache_dtype = kv_dtype(args, model, dtype, choices, no_e4m3)
     room = _room(args, model, device, kind, kv_cache_dtype, allow_longer_context, choices)
     return EngineConfig(
@@ -126,6 +128,7 @@ def _engine(
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         quantize_on_load=quantizes,
+        has_e4m3=no_e4m3 is None,
         max_model_len=room.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=room.step_tokens,

@@ -16,6 +16,7 @@ from tokenspeed.distributed.mesh import SINGLE
 from tokenspeed.kernels.ops import Ops
 from tokenspeed.kernels.registry import Need, select_ops
 from tokenspeed.loader.fp8_weights import read_kv_scales
+from tokenspeed.loader.kept_bytes import Kept
 from tokenspeed.loader.load import load_model
 from tokenspeed.loader.weights import CheckpointWeight
 from tokenspeed.models.interface import Model
@@ -68,7 +69,8 @@ def load(config: EngineConfig, room: WeightRoom | None = None) -> LoadedModel:
 
         def approve(weights: Sequence[CheckpointWeight]) -> None:
             if room is not None:
-                room.check(weights, ops.dtype, scheme.quantizes)
+                in_e4m3 = ops.fp8_linear is not None, scheme.expert_format == "fp8_block"
+                room.check(weights, Kept(ops.dtype, scheme.quantizes, *in_e4m3))
 
         load_model(model, config.checkpoint, model_config, seed=config.seed, approve=approve)
     return LoadedModel(model, ops, backend, report)

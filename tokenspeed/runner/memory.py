@@ -86,7 +86,7 @@ class PoolWish:
         step_tokens: tokens of one sequence in a step, at most.
         num_pages: an explicit size in pages of each group (`--max-total-tokens`), or None.
         pool_bytes: an explicit size in bytes (`--kv-cache-memory-gb`), or None.
-        number_bytes: of a number in the pool.
+        number_bytes: of a number in the pool. has_e4m3: it may be one.
         lighter: flags with which the weights would take about half, if there are any.
     """
 
@@ -97,7 +97,13 @@ class PoolWish:
     num_pages: int | None = None
     pool_bytes: int | None = None
     number_bytes: int = 1
+    has_e4m3: bool = True
     lighter: Sequence[str] = ()
+
+    @property
+    def can_narrow(self) -> bool:
+        """A number may take fewer bytes than it does."""
+        return self.has_e4m3 and self.number_bytes > 1
 
     @property
     def page_bytes(self) -> int:
@@ -142,7 +148,7 @@ def plan_kv_pages(use: MemoryUse, wish: PoolWish) -> int:
     if asked:
         holds = wish.sequence_tokens(num_pages)
         narrow_bytes = (needed_pages + 1) * wish.page_bytes // wish.number_bytes
-        is_enough = wish.pool_bytes is not None and wish.number_bytes > 1 and narrow_bytes <= wish.pool_bytes
+        is_enough = wish.pool_bytes is not None and wish.can_narrow and narrow_bytes <= wish.pool_bytes
         raise ConfigError(
             f"one sequence of --max-model-len {wish.max_model_len} needs {needed} of KV cache, but {asked} holds "
             f"{holds} tokens of one; raise it, or {shorter(holds)}{f', or {NARROW}' if is_enough else ''}"
@@ -249,6 +255,7 @@ def size_cuda_pool(trial: TrialSteps, groups: list[GroupSpec], config: EngineCon
         num_pages=config.num_pages,
         pool_bytes=config.kv_memory_bytes,
         number_bytes=DTYPES[config.kv_cache_dtype].itemsize,
+        has_e4m3=config.has_e4m3,
         lighter=quantizing(config),
     )
     num_pages = plan_kv_pages(use, wish)
@@ -296,7 +303,7 @@ def _remedies(use: MemoryUse, wish: PoolWish, num_pages: int) -> str:
     found = []
     budget = int(use.total * wish.utilization)
     pool_bytes = (num_pages + 1) * wish.page_bytes
-    if wish.pool_bytes is None and wish.number_bytes > 1 and use.used + pool_bytes // wish.number_bytes <= budget:
+    if wish.pool_bytes is None and wish.can_narrow and use.used + pool_bytes // wish.number_bytes <= budget:
         found.append(NARROW)
     if use.used - use.weights // 3 + pool_bytes <= budget:
         found += wish.lighter

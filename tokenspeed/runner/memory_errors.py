@@ -101,12 +101,14 @@ def remedies(stage: Stage, config: EngineConfig | None) -> list[str]:
 
 
 def quantizing(config: EngineConfig | None) -> list[str]:
-    """Flags with which the weights take half, where the checkpoint allows that."""
+    """Flags with which the weights take half, where checkpoint and GPU allow that."""
     if config is None:
         return []
     if config.dtype == "float32":
         return ["use --dtype bfloat16 (weights of half the size)"]
     model = config.model
+    if not config.has_e4m3 or config.dtype != "bfloat16":
+        return []
     if config.quantize_on_load is None and model.quantization is None and model.qtype is None:
         return ["use --quantization fp8 (weights of half the size)"]
     return []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from tokenspeed.config.engine import EngineConfig
-from tokenspeed.loader.kept_bytes import kept_bytes
+from tokenspeed.loader.kept_bytes import Kept, kept_bytes
 from tokenspeed.loader.weights import CheckpointWeight
 from tokenspeed.protocol.errors import ConfigError
 from tokenspeed.runner.memory_errors import GIB, MAX_SENSIBLE_UTILIZATION, gib, quantizing
@@ -32,14 +33,14 @@ class WeightRoom:
         self._utilization = config.gpu_memory_utilization
         self._free, self._total = torch.cuda.mem_get_info()
 
-    def check(self, weights: Sequence[CheckpointWeight], dtype: torch.dtype, quantizes: bool) -> None:
+    def check(self, weights: Sequence[CheckpointWeight], kept: Kept) -> None:
         """
         Args:
-            weights: what will be read. dtype, quantizes: see `kept_bytes`.
+            weights: what will be read. kept: what becomes of it.
         Raises:
             ConfigError: they do not fit. Names the bytes needed, the bytes there, and the flags that would make it fit.
         """
-        self.kept = kept_bytes(weights, dtype, quantizes)
+        self.kept = kept_bytes(weights, kept)
         others = self._total - self._free
         share = int(self._total * self._utilization)
         room = min(self._free, share - others)
@@ -49,7 +50,7 @@ class WeightRoom:
         if room < self._free:
             there += f", of which --gpu-memory-utilization {self._utilization:g} leaves {gib(max(0, room))}"
         found = []
-        lighter = self._lighter(weights, dtype, quantizes)
+        lighter = self._lighter(weights, kept)
         if lighter <= room:
             found += [f"{flag}: {gib(lighter)}" for flag in quantizing(self._config)]
         wanted = math.ceil((others + self.kept) / self._total * 100) / 100
@@ -60,8 +61,9 @@ class WeightRoom:
         found.append("take a smaller or quantized checkpoint")
         raise ConfigError(f"the weights need at least {gib(self.kept)}, but {there}; {', or '.join(found)}")
 
-    def _lighter(self, weights: Sequence[CheckpointWeight], dtype: torch.dtype, quantizes: bool) -> int:
+    def _lighter(self, weights: Sequence[CheckpointWeight], kept: Kept) -> int:
         """Bytes with the flag that `quantizing` names."""
-        if dtype == torch.float32:
-            return kept_bytes(weights, torch.bfloat16, quantizes)
-        return kept_bytes(weights, dtype, True)
+        if kept.dtype == torch.float32:
+            # Linears in e4m3 stay so in bfloat16 alone.
+            return kept_bytes(weights, replace(kept, dtype=torch.bfloat16, linears_in_e4m3=self._config.has_e4m3))
+        return kept_bytes(weights, Kept(kept.dtype, quantizes=True))
