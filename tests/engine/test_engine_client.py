@@ -10,6 +10,7 @@ from contextlib import aclosing
 import pytest
 from fake_runner import NAN_TOKEN, TEMPLATE, VOCAB, ByteTokenizer, FakeRunner, continuation, engine_config
 
+from tokenspeed.engine.admission import Gate
 from tokenspeed.engine.client import AsyncEngineClient
 from tokenspeed.engine.interface import GenerationEvent, GenerationRequest
 from tokenspeed.engine.launch import EngineThread, wait_ready
@@ -300,6 +301,19 @@ async def test_engine_death_ends_every_sequence_once(start, failing_step: int, o
     assert not ok and "power cut" in (error or "")
 
 
+def test_retry_after_is_when_a_place_gets_free() -> None:
+    """It was the time in which the whole queue would empty, up to 60 s, where a place is free in one or two."""
+    for num_seqs, duration_s, expected in ((64, 30.0, 1), (4, 8.0, 2), (1, 600.0, 10)):
+        gate = Gate(8, num_seqs)
+        for _ in range(200):
+            gate.admit(0)
+            gate.ended(1, False, duration_s)
+        with pytest.raises(Overloaded) as raised:
+            for _ in range(num_seqs + 9):
+                gate.admit(0)
+        assert raised.value.retry_after_s == expected
+
+
 async def test_the_queue_is_bounded(start) -> None:
     gate = threading.Event()
     client = await start(
@@ -311,7 +325,7 @@ async def test_the_queue_is_bounded(start) -> None:
     await asyncio.sleep(0.1)
     refused = [task.exception() for task in tasks if task.done()]
     assert len(refused) == 4 and all(isinstance(error, Overloaded) for error in refused)
-    assert all(not error.draining and 1 <= error.retry_after_s <= 60 for error in refused)  # type: ignore[union-attr]
+    assert all(not error.draining and 1 <= error.retry_after_s <= 10 for error in refused)  # type: ignore[union-attr]
     gate.set()
     heard = [result for result in await asyncio.gather(*tasks, return_exceptions=True) if isinstance(result, Heard)]
     assert len(heard) == 5

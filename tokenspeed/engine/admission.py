@@ -11,7 +11,7 @@ from tokenspeed.protocol.errors import InvalidRequest, Overloaded
 from tokenspeed.protocol.sampling import SamplingParams
 
 CONTEXT_EXCEEDED = "context_length_exceeded"
-_RETRY_MAX_S = 60
+_RETRY_MAX_S = 10
 _MAX_BYTES_A_CHAR = 4  # of UTF-8; no text has more tokens than bytes, the special ones around it apart
 _DURATION_WEIGHT = 0.1  # of the newest request in the running mean
 
@@ -117,11 +117,11 @@ class Gate:
         if num_waiting_engine:
             waiting = max(waiting, 1 + min(num_waiting_engine, self._num_silent))
         if self._max_queue_len is not None and waiting > self._max_queue_len:
-            rounds = math.ceil(waiting / self._max_num_seqs)
             raise Overloaded(
                 f"the queue is full: {waiting - 1} requests wait, --max-queue-len is {self._max_queue_len}; "
                 "try again later",
-                retry_after_s=min(_RETRY_MAX_S, max(1, math.ceil(rounds * self._duration_s))),
+                # As a sequence ends, a place in the queue gets free.
+                retry_after_s=min(_RETRY_MAX_S, max(1, math.ceil(self._duration_s / self._max_num_seqs))),
             )
         self._num_silent += 1
 
