@@ -240,6 +240,9 @@ def test_a_failed_capture_spoils_no_later_one(monkeypatch):
     recorder = Implementation("recorder", "fake", 0, lambda need: None, made.make)
     monkeypatch.setattr(kernels, "discover", lambda: [recorder])
     monkeypatch.setattr(kernels.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(kernels.torch.cuda, "current_device", lambda: 0)
+    random = SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda state: None)
+    monkeypatch.setattr(kernels.torch.cuda, "default_generators", (random,))
     monkeypatch.setattr(kernels, "best_s", lambda once, device, repeats: once() or 1.0)
     timer = kernels.Timer(Need(torch.device("cuda"), torch.bfloat16), 1)
     assert timer.time_s([lambda: None])[1] == "graph"
