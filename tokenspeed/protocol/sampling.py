@@ -42,7 +42,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         presence_penalty, frequency_penalty: in [-2, 2], over output tokens (OpenAI's definition).
         repetition_penalty: in [0.01, 2], 1 = off, over prompt and output tokens (CTRL, arXiv 1909.05858, section 4.1).
         logit_bias: token id -> bias in [-100, 100], added to the logits before everything else.
-        seed: same seed, same text, whatever the batch. None = drawn by the engine.
+        seed: same seed, same random number at each position, whatever the batch; so the same text where the logits
+            are the same. A cached prefix, chunks and a preemption may round them otherwise in bfloat16 (decision 003).
+            None = drawn by the engine.
         stop: strings that end the text; matched across token boundaries by the client (`text/`).
         stop_token_ids: token ids that end the sequence, besides the model's end-of-sequence ids.
         ignore_eos: go on past the model's end-of-sequence ids (stop_token_ids still stop).
