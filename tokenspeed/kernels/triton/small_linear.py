@@ -434,6 +434,7 @@ def fitting_tile(tile: SkinnyTile, num_rows: int, gated: bool, weight_bytes: int
 
 def _lighter_tiles(tile: SkinnyTile) -> Iterator[SkinnyTile]:
     """A loop of three stages or more reads ahead. Outputs of a split tile are counted (`make_workspace`) and stay."""
+    yield tile  # before a copy is made: a launch that no graph holds comes here, and this one it mostly is
     while True:
         for stages in range(tile.stages, min(2, tile.stages - 1), -1):
             yield replace(tile, stages=stages)
