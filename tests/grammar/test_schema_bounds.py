@@ -156,6 +156,51 @@ def test_a_pattern_never_leaves_its_json_string(pattern: str):
             assert not takes(grammar, f'"{char}"'), (library, char)
 
 
+WITHOUT_QUOTES = (
+    '^[^"]+$',
+    "^[^'\"]*$",
+    '^[^<>"]+$',
+    r'^[^"\\]*$',
+    r"^[^\\]+$",
+    r"^[^\w\"]+$",
+    r'^([^"a]|b)+c?$',
+    r"^[^!-#\[-\]]$",
+    r'^[^"a-]+$',
+    r"^[\x01-!#-~]+$",
+    "^[^<>]+$",
+    r"^.+$",
+    r"^[ !#-~]+$",
+)
+ESCAPES = {
+    r"\"": '"', r"\\": "\\", r"\/": "/", r"\n": "\n", r"\t": "\t", r"\b": "\b", r"\f": "\f", r"\r": "\r",
+    r"\u0022": '"', r"\u005c": "\\", r"\u005C": "\\", r"\u0007": "\x07", r"\u0000": "\0", r"\u0041": "A",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("library", BACKENDS)
+@pytest.mark.parametrize("pattern", WITHOUT_QUOTES)
+def test_escaped_characters_obey_the_pattern(library: str, pattern: str):
+    r"""The bug: with llguidance `^[^"]+$` wrote \", in four of sixty values."""
+    names = {"type": "object", "patternProperties": {pattern: {"type": "integer"}}}
+    schema = {"anyOf": [{"type": "string", "pattern": pattern}, names]}
+    grammar = compiled(byte_backend(library), "json_schema", json.dumps(rewrite_schema(schema, "x")))
+    for escape, char in ESCAPES.items():
+        for text in (char, f"x{char}", f"{char}b"):
+            value = f'"{text.replace(char, escape)}"'
+            assert re.search(pattern, text) or not takes(grammar, value), (pattern, value)
+            assert re.search(pattern, text) or not takes(grammar, f"{{{value}: 1}}"), (pattern, value)
+    usual = "b" if re.search(pattern, "b") else "!"
+    assert takes(grammar, f'"{usual}"') == bool(re.search(pattern, usual))
+
+
+def test_what_llguidance_cannot_hold_is_refused():
+    backend = byte_backend("llguidance")
+    with pytest.raises(GrammarError, match="leave the character 0 out"):
+        backend.compile("json_schema", json.dumps(rewrite_schema({"pattern": r"^[\x00-!]+$"}, "x")))
+    enum = json.dumps({"enum": [{"pattern": r"^[\x00-!]+$"}]})
+    assert takes(compiled(backend, "json_schema", enum), json.dumps(json.loads(enum)["enum"][0]))
+
+
 @pytest.mark.parametrize("pattern", QUOTES)
 def test_a_pattern_that_would_leave_its_json_string_is_refused(pattern: str):
     """xgrammar wrote the quote of `^"$` as it is: `\"""` is no JSON."""

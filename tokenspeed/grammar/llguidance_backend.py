@@ -6,6 +6,7 @@ crosses from the worker is that text, proven to build. Structural tags are not o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from numpy.typing import NDArray
 
 from tokenspeed.grammar.interface import GrammarError, GrammarOptions, MaskRow, Matcher, Vocabulary
+from tokenspeed.grammar.llguidance_patterns import held_in_strings
 from tokenspeed.protocol.grammar import GrammarKind
 
 if TYPE_CHECKING:
@@ -68,7 +70,8 @@ class LlguidanceBackend:
                 options: JsonCompileOptions = {"whitespace_flexible": self._options.any_whitespace}
                 if space:
                     options["whitespace_pattern"] = space
-                return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
+                held = json.dumps(held_in_strings(json.loads(text)))
+                return llguidance.LLMatcher.grammar_from_json_schema(held, overrides=options)
             case "regex":
                 return llguidance.LLMatcher.grammar_from_regex(text)
             case "ebnf":
