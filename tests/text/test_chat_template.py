@@ -18,7 +18,7 @@ from tokenspeed.text import template_bounds, template_env
 from tokenspeed.text.chat_template import ChatTemplate, load_chat_template, render_chat_ids
 from tokenspeed.text.codec import Tokenizer
 from tokenspeed.text.shield import Shield
-from tokenspeed.text.tokenizer import load_tokenizer
+from tokenspeed.text.tokenizer import load_tokenizer, read_chat_templates
 
 # Written for these tests, in the manner of templates in the field: trimming, splitting, tool JSON, roles as tokens.
 TOOLS_TEMPLATE = """
@@ -303,7 +303,9 @@ def test_named_templates() -> None:
     assert template.render(USER, tools=TOOLS).text == "tools"
     assert template.render(USER, chat_template="rag").text == "rag"
     several = ChatTemplate({"a": "1", "b": "2"}, special_tokens={}, spellings=())
-    with pytest.raises(InvalidRequest, match=r"several chat templates \(a, b\)"):
+    with pytest.raises(
+        InvalidRequest, match=r"several chat templates \(a, b\).* --chat-template and one of these names"
+    ):
         several.render(USER)
 
 
@@ -321,22 +323,6 @@ def test_variables_and_extensions() -> None:
     assert text("  {% if true %}\n  x\n{% endif %}\n") == "  x\n"
     assert text("{{ tools is none }}") == "True"
     assert text("{% generation %}{{ messages[0].content }}{% endgeneration %}") == "hi"
-
-
-@pytest.mark.parametrize("content", ["message['content']", "message.content"])
-def test_templates_that_know_only_parts_get_parts(content: str) -> None:
-    """They wrote a string letter by letter."""
-    loop = f"{{% for part in {content} %}}({{{{ part.text or part }}}}){{% endfor %}}"
-    parts = "{% for message in messages %}" + loop + "{% endfor %}"
-    both = (
-        "{% for message in messages %}{% if message.content is string %}S{% else %}" + loop + "{% endif %}{% endfor %}"
-    )
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [{"type": "text", "text": "yo"}]}]
-    for source, expected in ((parts, "(hi)(yo)"), (both, "S(yo)")):
-        template = ChatTemplate({"default": source}, special_tokens={}, spellings=())
-        assert template.render(messages).text == expected
-    goes_on = ChatTemplate({"default": parts}, special_tokens={}, spellings=())
-    assert goes_on.render(messages, add_generation_prompt=False, continue_final_message=True).text == "(hi)(yo"
 
 
 def test_what_templates_read_is_known() -> None:
@@ -495,3 +481,15 @@ def test_override_and_folder_template(tmp_path: Path, smollm: Tokenizer) -> None
     tokenizer = load_tokenizer(tmp_path, model_config(49152))
     assert load_chat_template(tokenizer).render(USER).text == "hi!"
     assert load_chat_template(tokenizer, "override").render(USER).text == "override"
+
+
+def test_a_models_template_by_its_name(tmp_path: Path, smollm: Tokenizer) -> None:
+    """The bug: a template that has a name, but not `default`, could be had by no flag."""
+    smollm._parsing.save(str(tmp_path / "tokenizer.json"))
+    named = [{"name": name, "template": "{{ messages[0].content }}" + name} for name in ("rag", "x")]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    tokenizer = load_tokenizer(tmp_path, model_config(49152))
+    assert read_chat_templates(tmp_path) == tokenizer.chat_templates
+    assert load_chat_template(tokenizer, "rag").render(USER).text == "hirag"
+    with pytest.raises(InvalidRequest, match="rag, x"):
+        load_chat_template(tokenizer).render(USER)

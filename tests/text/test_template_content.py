@@ -141,3 +141,19 @@ def test_parts_of_other_apis_are_parts_of_text() -> None:
     parts = [{"type": "input_text", "text": "a"}, "b", {"type": "refusal", "refusal": "c"}]
     assert rendered(TEMPLATES["smolvlm"][0], [{"role": "assistant", "content": parts}]) == "<abc>"
     assert rendered(TEMPLATES["smolvlm"][0], [{"role": "user", "content": []}, *ONE]) == "<><2+2?>"
+
+
+@pytest.mark.parametrize("content", ["message['content']", "message.content"])
+def test_templates_that_know_only_parts_get_parts(content: str) -> None:
+    """They wrote a string letter by letter."""
+    loop = f"{{% for part in {content} %}}({{{{ part.text or part }}}}){{% endfor %}}"
+    parts = "{% for message in messages %}" + loop + "{% endfor %}"
+    both = (
+        "{% for message in messages %}{% if message.content is string %}S{% else %}" + loop + "{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [{"type": "text", "text": "yo"}]}]
+    for source, expected in ((parts, "(hi)(yo)"), (both, "S(yo)")):
+        template = ChatTemplate({"default": source}, special_tokens={}, spellings=())
+        assert template.render(messages).text == expected
+    goes_on = ChatTemplate({"default": parts}, special_tokens={}, spellings=())
+    assert goes_on.render(messages, add_generation_prompt=False, continue_final_message=True).text == "(hi)(yo"

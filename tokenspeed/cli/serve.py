@@ -26,9 +26,11 @@ from tokenspeed.config.server import ServerConfig
 from tokenspeed.engine.run import RANK, ROLE
 from tokenspeed.observability.logs import configure_logging
 from tokenspeed.observability.startup import startup_phase
+from tokenspeed.protocol.echo import echo
 from tokenspeed.protocol.errors import ConfigError
 from tokenspeed.server.app import run_server
 from tokenspeed.server.formats import check_names
+from tokenspeed.text.tokenizer import read_chat_templates
 
 SEED_LIMIT = 2**30
 
@@ -44,9 +46,9 @@ def run(argv: Sequence[str]) -> int:
     args = parse_args(argv)
     level = "warning" if args.log_level == "warn" else args.log_level
     configure_logging(level, "server")
-    args = replace(args, chat_template=_template_text(args.chat_template))
     with startup_phase("model.config", rank=RANK, role=ROLE):
         checkpoint = _find(args)
+        args = replace(args, chat_template=_template_text(args.chat_template, checkpoint))
         model = read_model_config(checkpoint, args.hf_overrides or {})
         engine, server = resolve(
             args,
@@ -94,16 +96,18 @@ def _find(args: EngineArgs) -> Checkpoint:
     return msgspec.structs.replace(checkpoint, tokenizer_path=place)
 
 
-def _template_text(value: str | None) -> str | None:
-    """`--chat-template` is the template itself when it holds Jinja braces, or a file, or the name of one of ours."""
+def _template_text(value: str | None, checkpoint: Checkpoint) -> str | None:
+    """`--chat-template` is the template itself when it holds Jinja braces, or a file, or the name of one of the model's
+    or of ours."""
     if value is None or "{{" in value or "{%" in value:
         return value
-    known = builtin_chat_templates()
+    known = {**builtin_chat_templates(), **read_chat_templates(checkpoint.tokenizer_path)}
     if value in known and not Path(value).exists():
         return known[value]
     try:
         return Path(value).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--chat-template {value!r} is no readable file ({error}), no Jinja template and none of {', '.join(known)}"
+            f"--chat-template {echo(value)} is no readable file ({error}), no Jinja template and none of "
+            f"{', '.join(known)}"
         ) from error

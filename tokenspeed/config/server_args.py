@@ -76,8 +76,8 @@ class ServerArgs:
         None,
         "--chat-template",
         API,
-        "File with a Jinja chat template, the template itself, or the name of one that comes with the package "
-        "(`chatml`, `chatml-tools`).",
+        "File with a Jinja chat template, the template itself, or the name of one that comes with the model (`rag`) or "
+        "with the package (`chatml`, `chatml-tools`).",
         metavar="FILE",
         default_text="the model's own",
     )

@@ -59,7 +59,7 @@ class LLM:
     Args:
         model: a folder, a .gguf file, a hub id, or `default`.
         options: fields of `config.args.EngineArgs` by name (`dtype="float32"`, `max_model_len=4096`), as far as they
-            concern the engine; and `chat_template`, the text of a template.
+            concern the engine; and `chat_template`, the name of one of the model's templates, or the text of another.
 
     Raises:
         ConfigError: an option that does not exist, concerns only the server, or cannot be used.

@@ -162,7 +162,9 @@ class ChatTemplate:
         if self._sources:
             names = ", ".join(sorted(self._sources))
             raise InvalidRequest(
-                f"the model has several chat templates ({names}) and none is the default; name one in chat_template"
+                f"the model has several chat templates ({names}) and none is the default; start the server with "
+                "--chat-template and one of these names (in Python: chat_template)",
+                param="messages",
             )
         raise InvalidRequest(
             "the model has no chat template; start the server with --chat-template, or use /v1/completions",
@@ -198,12 +200,14 @@ class ChatTemplate:
 
 
 def load_chat_template(tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate:
-    """The templates found beside the tokenizer (maybe none), or `override`, the text given with --chat-template.
+    """The templates found beside the tokenizer (maybe none), or `override` in place of all: the name of one of them, or
+    the text of another.
 
     Raises:
         ConfigError: `override` is not valid Jinja.
     """
-    sources = tokenizer.chat_templates if override is None else {"default": override}
+    found = tokenizer.chat_templates
+    sources = found if override is None else {"default": found.get(override, override)}
     template = ChatTemplate(sources, special_tokens=tokenizer.special_tokens, spellings=tokenizer.special_spellings)
     if override is not None:
         try:

@@ -18,7 +18,7 @@ from tokenspeed.text.codec import Tokenizer
 from tokenspeed.text.gguf_tokenizer import build_gguf_tokenizer, set_bos_eos
 from tokenspeed.text.remote_tokenizer import load_remote_backend
 
-__all__ = ["Tokenizer", "load_tokenizer"]
+__all__ = ["Tokenizer", "load_tokenizer", "read_chat_templates"]
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -54,6 +54,18 @@ def load_tokenizer(
         chat_templates=templates,
         origin=str(path),
     )
+
+
+def read_chat_templates(place: str | Path) -> dict[str, str]:
+    """The chat templates beside a tokenizer, a folder or a .gguf file: Jinja text by name, `default` the usual one.
+
+    Raises:
+        CheckpointError: a file that cannot be read.
+    """
+    path = Path(place)
+    if path.is_file():
+        return _gguf_templates(read_gguf(path).metadata)
+    return _folder_templates(path, _json_object(path / "tokenizer_config.json"))
 
 
 def _folder_backend(path: Path, config: dict[str, Any], trust_remote_code: bool) -> tokenizers.Tokenizer:
