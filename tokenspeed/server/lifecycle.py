@@ -33,8 +33,6 @@ DEATH_GRACE_S = 1.0  # after the engine's death: streams get their error event, 
 CLOSE_GRACE_S = 5.0  # after the drain: a slow reader gets its last event
 KEEP_ALIVE_S = 75
 
-AppFactory = Callable[[EngineClient, ServerConfig], FastAPI]
-
 
 class StopSignal:
     """SIGTERM and SIGINT as something to await. A second SIGINT ends the process at once; its engine follows it."""
