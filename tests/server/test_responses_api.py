@@ -420,3 +420,14 @@ def test_inputs_are_taken_as_sdks_write_them():
     given = {"role": "assistant", "content": [part, refusal], "id": None, "namespace": None}
     parts = [{"type": "output_text", "text": "a", "annotations": []}, refusal]
     assert plain_input([given]) == [{"type": "message", "role": "assistant", "content": parts}]
+
+
+async def test_logprobs_of_an_input_change_nothing(http: httpx.AsyncClient, engine: FakeClient):
+    """Clients send answers back as they got them, from other servers, too."""
+    part = {"type": "output_text", "text": "a", "annotations": [], "logprobs": [{"token": "a", "logprob": -0.5}]}
+    talk: list[Any] = [{"role": "assistant", "content": [part]}, {"role": "user", "content": "b"}]
+    assert (await http.post(URL, json={"input": talk})).status_code == 200
+    assert [message["content"] for message in engine.rendered[0]["messages"]] == ["a", "b"]
+    part["annotations"] = [{"type": "file_citation"}]
+    refused = await http.post(URL, json={"input": talk})
+    assert refused.status_code == 400 and "annotations cannot be used" in refused.text

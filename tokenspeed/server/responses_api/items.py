@@ -19,7 +19,11 @@ class InputText(msgspec.Struct, tag_field="type", tag="input_text", kw_only=True
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text", kw_only=True, forbid_unknown_fields=True):
-    """Text that the model wrote. `annotations` and `logprobs` are always empty here."""
+    """Text that the model wrote. `annotations` and `logprobs` are always empty here.
+
+    In an input, `annotations` must be empty: they would say what the text cites, which the model is not shown.
+    `logprobs` of another server's answer may be there and change nothing: they say nothing of the text.
+    """
 
     text: str
     annotations: list[Any] = []
