@@ -178,12 +178,12 @@ FLOAT32_TILE = PrefillTile(32, 32, 8, 1)
 """float32 is multiplied exactly, by the lanes and not by matrix units, whose operands fill registers: with heads of 128
 `TILE` keeps 17 KB a thread in local memory, this one nothing."""
 SMALL_TILES = (
-    PrefillTile(64, 32, 4, 3),
+    PrefillTile(64, 32, 8, 3),
     PrefillTile(32, 32, 4, 3),
     PrefillTile(16, 16, 4, 3),
     PrefillTile(16, 16, 4, 1),
 )
-"""Not measured: for heads too wide for the others, the first of 256 where a program may have 99 KiB."""
+"""Not measured: for heads too wide for the others, the first of 256 where a program may have 99 KiB, without spills."""
 EXTRA_BYTES = 1024
 """More than what rows exchange through shared memory, and the page numbers of a loop's blocks."""
 
