@@ -201,3 +201,10 @@ def test_half_a_character_in_a_grammar_is_told_in_plain_words(kind: GrammarKind,
     """It was Python's: 'utf-8' codec can't encode character '\\ud800' in position 10."""
     with pytest.raises(GrammarError, match="half a character"):
         byte_backend("xgrammar").compile(kind, text)
+
+
+def test_property_names_may_be_a_boolean() -> None:
+    """true, which asks for nothing, was malformed."""
+    assert "propertyNames" not in make_spec("json", {"type": "object", "propertyNames": True}, "field").text
+    with pytest.raises(InvalidRequest, match="propertyNames: only"):
+        make_spec("json", {"type": "object", "propertyNames": False}, "field")

@@ -406,6 +406,11 @@ class _Rewriter:
             if properties[name] is False:
                 raise EmptySchema(f"{where}/required: {name} is not among the properties, and no others are allowed")
         names = own.get("propertyNames")
+        if isinstance(names, bool):
+            if not names:
+                raise GrammarError(f"{where}/propertyNames: only pattern, lengths and enum, not false")
+            names = None
+            del own["propertyNames"]
         if names is not None:
             if properties or patterns:
                 raise GrammarError(f"{where}/propertyNames: only without properties; name them, or leave it out")
