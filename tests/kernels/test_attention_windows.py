@@ -14,8 +14,14 @@ from kernel_device import DEVICE, KIND, ON_GPU
 
 from tokenspeed.kernels.reference import attention
 from tokenspeed.kernels.triton import prefill_attention as prefill
-from tokenspeed.kernels.triton import whole_prompts
-from tokenspeed.kernels.triton.decode_attention import DecodeTile, decode_attention, decode_workspace
+from tokenspeed.kernels.triton import registered, whole_prompts
+from tokenspeed.kernels.triton.decode_attention import (
+    DecodeTile,
+    choose_decode_tile,
+    decode_attention,
+    decode_workspace,
+    fitting_decode_tile,
+)
 from tokenspeed.kernels.triton.registered import PagedAttention
 
 BOUND = 1e-2 if torch.bfloat16 == KIND else 5e-6
@@ -80,6 +86,21 @@ def test_prefill(
     out = attend(q, keys, values, batch, 0.2, window, 1.0, sinks)
     check(out[:-3], truth)
     assert not out[-3:].any()
+
+
+@pytest.mark.parametrize("query_lens", [[1] * 3, [1, 36, 18]], ids=["decode", "prefill"])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("limit", [8 * 1024, 24 * 1024])
+def test_tiles_of_less_shared_memory_give_the_same(
+    limit: int, window: int | None, query_lens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So little that a short head has the tiles which a long one has on a small GPU."""
+    monkeypatch.setattr(registered, "shared_bytes", lambda device: limit)
+    q, keys, values, batch = attention_case(query_lens, [70, 36, 75], (4, 2, 64), KIND, PAGE, window, DEVICE)
+    usual = choose_decode_tile(6, 64, window)
+    assert fitting_decode_tile(usual, q, keys, limit) != usual or limit > 8 * 1024
+    truth = attention.paged_attention(q, keys, values, batch, 0.2, window, 1.0, None)
+    check(PagedAttention(DEVICE, ON_GPU)(q, keys, values, batch, 0.2, window), truth)
 
 
 def small_blocks(*given: object, **named: object) -> torch.Tensor:
