@@ -110,6 +110,7 @@ EVERY_FIELD = {
     "host": "0.0.0.0",
     "port": 0,
     "served_model_name": ("a", "b"),
+    "weight_version": "step-7",
     "api_key": ("k",),
     "cors_allow_origins": ("*",),
     "max_request_mb": 2.0,

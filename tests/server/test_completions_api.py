@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from app_client import events
+from app_client import chat, events, http_client
 from fake_engine_client import BOS, EOS, IM_START, FakeClient
 
 URL = "/v1/completions"
@@ -24,6 +24,19 @@ async def test_whole_answer(http: httpx.AsyncClient, engine: FakeClient):
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
     assert engine.requests[0].prompt_token_ids == [BOS, *b"ab"]
     assert engine.requests[0].sampling.max_tokens == 16
+
+
+@pytest.mark.parametrize("path", [URL, "/v1/chat/completions"])
+async def test_answers_name_their_weights(engine: FakeClient, path: str):
+    """The bug: `system_fingerprint` was null in whole answers and was not in chunks."""
+    asked = body("ab") if path == URL else chat()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    for settings, name in (({}, "default"), ({"weight_version": 'step-"7"'}, 'step-"7"')):
+        async with http_client(engine, **settings) as http:
+            whole = (await http.post(path, json=asked)).json()
+            chunks = events((await http.post(path, json={**asked, **options})).text)
+            assert (await http.get("/get_model_info")).json()["weight_version"] == name
+        assert {each["system_fingerprint"] for each in (whole, *chunks)} == {name} and chunks[-1]["choices"] == []
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,6 @@ _LOADING = (
     ),
     *_all(
         "updating weights of a running engine is not built yet",
-        ("--weight-version", "version label of the weights"),
         ("--enable-memory-saver", "give memory back while paused"),
     ),
     *_all(

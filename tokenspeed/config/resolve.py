@@ -387,6 +387,7 @@ def _server(args: EngineArgs, checkpoint: Checkpoint) -> ServerConfig:
         host=args.host,
         port=args.port,
         served_model_names=args.served_model_name or (checkpoint.name,),
+        weight_version=args.weight_version,
         api_keys=args.api_key,
         cors_allow_origins=args.cors_allow_origins,
         max_request_bytes=int(args.max_request_mb * 2**20),

@@ -13,6 +13,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     Fields:
         host, port: where to listen; port 0 = any free one (printed when ready).
         served_model_names: names accepted in `model`; the first is the one answered with. Other names get 404.
+        weight_version: what answers call these weights (`system_fingerprint`).
         api_keys: accepted bearer keys; empty = no authentication.
         cors_allow_origins: empty = no CORS headers.
         max_request_bytes: a larger body is answered 413 before it is read.
@@ -28,6 +29,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_names: tuple[str, ...]
+    weight_version: str = "default"
     api_keys: tuple[str, ...] = ()
     cors_allow_origins: tuple[str, ...] = ()
     max_request_bytes: int = 32 * 2**20

@@ -35,6 +35,13 @@ class ServerArgs:
         metavar="NAME",
         default_text="the model as typed",
     )
+    weight_version: str = flag(
+        "default",
+        "--weight-version",
+        API,
+        "Name of these weights, which answers carry as `system_fingerprint`.",
+        metavar="NAME",
+    )
     api_key: tuple[str, ...] = flag(
         (),
         "--api-key",

@@ -105,6 +105,7 @@ def _add_operations(routes: APIRouter, context: ServerContext) -> None:
             {
                 "model_path": context.model_name,
                 "served_model_names": context.config.served_model_names,
+                "weight_version": context.config.weight_version,
                 "architecture": model.architecture,
                 "max_model_len": client.max_model_len,
                 "vocab_size": model.vocab_size,

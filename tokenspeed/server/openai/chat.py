@@ -27,7 +27,7 @@ from tokenspeed.server.openai.fields import (
     to_sampling,
 )
 from tokenspeed.server.openai.messages import Message, check_media, to_template
-from tokenspeed.server.openai.tools import Tool, ToolChoiceField, choice_of, for_template
+from tokenspeed.server.openai.tools import Tool, ToolChoiceField, check_kinds, choice_of, for_template
 from tokenspeed.server.rendering import Conversation
 from tokenspeed.server.schema import documented
 from tokenspeed.server.turn import TurnRequest, prepare_turn
@@ -115,7 +115,7 @@ def router(context: ServerContext) -> APIRouter:
         turn = await prepare_turn(context, asked, sampling)
         request_id = context.claim_id("chatcmpl", request_id_of(body))
         wants = ChatWants(bool(body.logprobs), bool(body.return_token_ids), body.prompt_logprobs is not None)
-        reply = ChatReply(request_id, context.model_name, turn, wants)
+        reply = ChatReply(request_id, context.config, turn, wants)
         events = generate(context, [turn.generation(request_id, priority, body.cache_salt)], reply.is_done)
         rules = stream_rules(context, body, bool(body.logprobs)) if body.stream else None
         return await answer(context, request, request_id, events, reply, rules)
@@ -131,6 +131,7 @@ def parse(fields: dict[str, Any]) -> ChatRequest:
     """
     body_fields = drop_refused(fields, REFUSED, CHAT_REFUSED)
     check_media(body_fields.get("messages"))
+    check_kinds(body_fields)
     body = to_struct(body_fields, ChatRequest)
     check_stream(body)
     if body.top_logprobs is not None and not body.logprobs:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from tokenspeed.config.server import ServerConfig
 from tokenspeed.engine.interface import GenerationEvent, LogprobEntry
 from tokenspeed.server.openai.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
 from tokenspeed.server.openai.streaming import StreamRules, encode_json
@@ -73,7 +74,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    system_fingerprint: str | None = None
+    system_fingerprint: str
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
@@ -106,9 +107,10 @@ class _News:
 class ChatReply:
     """Writes one turn's events as chat chunks or as one chat completion."""
 
-    def __init__(self, request_id: str, model_name: str, turn: Turn, wants: ChatWants) -> None:
+    def __init__(self, request_id: str, config: ServerConfig, turn: Turn, wants: ChatWants) -> None:
         self._id = request_id
-        self._model = model_name
+        self._model = config.served_model_names[0]
+        self._fingerprint = config.weight_version
         self._created = int(time.time())
         self._wants = wants
         self._prompt_token_ids = turn.prompt_token_ids
@@ -127,10 +129,11 @@ class ChatReply:
 
     def writer(self, rules: StreamRules) -> ChatWriter:
         """Writes the same reply as chunks."""
-        head = b'data: {"id":%s,"object":"chat.completion.chunk","created":%d,"model":%s' % (
+        head = b'data: {"id":%s,"object":"chat.completion.chunk","created":%d,"model":%s,"system_fingerprint":%s' % (
             encode_json(self._id),
             self._created,
             encode_json(self._model),
+            encode_json(self._fingerprint),
         )
         return ChatWriter(head, self._reader, rules, self._wants, self._prompt_token_ids)
 
@@ -150,6 +153,7 @@ class ChatReply:
             model=self._model,
             choices=[self._choice(index) for index in range(len(self._answers))],
             usage=usage,
+            system_fingerprint=self._fingerprint,
             prompt_logprobs=prompt_logprobs(self._prompt_logprobs) if self._wants.prompt_logprobs else unset,
             prompt_token_ids=self._prompt_token_ids if self._wants.token_ids else unset,
         )

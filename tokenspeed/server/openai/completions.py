@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from tokenspeed.config.server import ServerConfig
 from tokenspeed.engine.interface import GenerationEvent, GenerationRequest, LogprobEntry, TokenizerFace
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.body import read_json, to_struct
@@ -106,7 +107,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
-    system_fingerprint: str | None = None
+    system_fingerprint: str
 
 
 Events = AsyncGenerator[tuple[int, GenerationEvent], None]
@@ -155,7 +156,7 @@ def router(context: ServerContext) -> APIRouter:
             events = _without_output(events)
         if echo_logprobs is not None and body.stream and sampling.n > 1:
             events = _prompt_first(events)
-        reply = CompletionReply(request_id, context.model_name, body, prompts, context.client.tokenizer)
+        reply = CompletionReply(request_id, context.config, body, prompts, context.client.tokenizer)
         rules = stream_rules(context, body, body.logprobs is not None) if body.stream else None
         return await answer(context, request, request_id, events, reply, rules)
 
@@ -231,10 +232,16 @@ class CompletionReply:
     num_reasoning_tokens = 0
 
     def __init__(
-        self, request_id: str, model_name: str, body: CompletionRequest, prompts: list[Prompt], tokenizer: TokenizerFace
+        self,
+        request_id: str,
+        config: ServerConfig,
+        body: CompletionRequest,
+        prompts: list[Prompt],
+        tokenizer: TokenizerFace,
     ) -> None:
         self._id = request_id
-        self._model = model_name
+        self._model = config.served_model_names[0]
+        self._fingerprint = config.weight_version
         self._created = int(time.time())
         self._tokenizer = tokenizer
         self._n = body.n or 1
@@ -246,10 +253,11 @@ class CompletionReply:
         self._prompts = prompts
         self._prompt_logprobs: dict[int, list[LogprobEntry]] = {}
         self._outputs = [_Output() for _ in range(self._n * len(prompts))]
-        self._head = b'data: {"id":%s,"object":"text_completion","created":%d,"model":%s' % (
+        self._head = b'data: {"id":%s,"object":"text_completion","created":%d,"model":%s,"system_fingerprint":%s' % (
             encode_json(request_id),
             self._created,
-            encode_json(model_name),
+            encode_json(self._model),
+            encode_json(self._fingerprint),
         )
         self._text_heads = [self._head + b',"choices":[{"index":%d,"text":' % i for i in range(len(self._outputs))]
 
@@ -310,6 +318,7 @@ class CompletionReply:
             model=self._model,
             choices=[self._choice(index) for index in range(len(self._outputs))],
             usage=usage,
+            system_fingerprint=self._fingerprint,
         )
 
     def _choice(self, choice: int) -> CompletionChoice:
