@@ -359,7 +359,7 @@ async def test_fields_that_change_nothing_are_taken(http: httpx.AsyncClient, eng
 
 async def test_every_field_without_effect_is_taken_and_has_none(http: httpx.AsyncClient, engine: FakeClient):
     samples: dict[str, Any] = {name: "x" for name in NO_EFFECT}
-    samples |= {"metadata": {"a": "b"}, "parallel_tool_calls": False}
+    samples |= {"metadata": {"a": "b"}, "parallel_tool_calls": False, "prompt_cache_options": {"ttl": "1h"}}
     assert (await http.post(URL, json=chat(**samples, request_id="r"))).status_code == 200
     assert (await http.post(URL, json=chat(request_id="r"))).status_code == 200
     assert engine.requests[0] == engine.requests[1]

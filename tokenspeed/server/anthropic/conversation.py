@@ -15,7 +15,7 @@ from tokenspeed.server.anthropic.blocks import (
 from tokenspeed.server.anthropic.request import InputMessage, PromptFields, Tool
 from tokenspeed.server.carried import unpack
 from tokenspeed.server.openai.tools import check_tool_names
-from tokenspeed.text.messages import text_or_parts
+from tokenspeed.text.messages import Content, text_or_parts
 
 # A header that some clients write as the first system block, another one for every request. Read by a model it would
 # say nothing, and no prompt's prefix would ever be found in the cache.
@@ -140,9 +140,11 @@ def _others(message: InputMessage, where: str, calls_so_far: dict[str, bool]) ->
     return result
 
 
-def _result(block: ToolResultBlock) -> str:
-    content = block.content if isinstance(block.content, str) else "\n".join(part.text for part in block.content)
-    return f"Error: {content}" if block.is_error else content
+def _result(block: ToolResultBlock) -> Content:
+    texts = [block.content] if isinstance(block.content, str) else [part.text for part in block.content]
+    if block.is_error:
+        texts = ["Error: " + "".join(texts[:1]), *texts[1:]]
+    return text_or_parts(texts)
 
 
 def _second(where: str, field: str, kind: str, call_id: str) -> InvalidRequest:

@@ -11,7 +11,7 @@ from msgspec import Meta
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.anthropic.blocks import CacheControl, InputBlock, TextBlock
 from tokenspeed.server.body import to_struct
-from tokenspeed.server.openai.fields import Int32, drop_refused
+from tokenspeed.server.openai.fields import ANYTHING, Int32, drop_refused
 from tokenspeed.server.openai.tools import ToolName
 
 FIELD_NAMES: Mapping[str, str] = {"stop": "stop_sequences", "prompt": "messages"}
@@ -19,6 +19,11 @@ FIELD_NAMES: Mapping[str, str] = {"stop": "stop_sequences", "prompt": "messages"
 
 # (values that change nothing here, why any other is refused)
 MESSAGES_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "billing_policy": ((None,), "nothing is billed"),
+    "compaction": ((None,), "a conversation is not made shorter here; send what the model shall see"),
+    "fallback_credit_token": ((None,), "nothing is billed"),
+    "fallbacks": ((None, []), "there is one model"),
+    "thread": ((None,), "messages are not stored here; send the whole conversation"),
     "container": ((None,), "there are no code containers"),
     "context_management": (
         (None, {}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
@@ -32,6 +37,18 @@ MESSAGES_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "user_profile_id": ((None,), "there are no user profiles; metadata.user_id is taken"),
     "workspace_id": ((None,), "there are no workspaces"),
 }
+_CALLER: tuple[tuple[Any, ...], str] = ((None, {"type": "direct"}), "tools are called by the model alone")
+_TOOLSET: tuple[tuple[Any, ...], str] = ((None,), "there are no toolsets; name the tool itself")
+_BLOCK_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {"caller": _CALLER, "toolset_name": _TOOLSET}
+_MESSAGE_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "clear_at": ((None,), "nothing is cleared from a conversation here; send what the model shall see"),
+    "output_config": ((None,), "it is of the whole request"),
+}
+_TOOL_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "input_examples": (ANYTHING, "chat templates show a tool's schema and description"),
+    "toolset_name": _TOOLSET,
+}
+
 _BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
@@ -49,6 +66,7 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         strict: the input obeys the schema: of forced calls (`tool_choice` any or tool) it always does, of others too,
             or the request is refused.
         eager_input_streaming: input is always streamed as it is written.
+        defer_loading: changes nothing: there is no tool search, so the model is shown the tool at once.
     """
 
     name: ToolName
@@ -57,7 +75,7 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     eager_input_streaming: bool | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     cache_control: CacheControl = None
 
@@ -182,6 +200,19 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
                 "client runs itself",
                 param=f"tools[{number}].type",
             )
+    if isinstance(plain.get("tools"), list):
+        plain["tools"] = [
+            drop_refused(tool, _TOOL_REFUSED, where=f"tools[{number}]") if isinstance(tool, dict) else tool
+            for number, tool in enumerate(plain["tools"])
+        ]
+    thinking = plain.get("thinking")
+    if isinstance(thinking, dict) and thinking.get("type") == "between_tools":
+        raise InvalidRequest(
+            "thinking.type is 'between_tools', which is no switch of chat templates; it must be enabled, disabled or "
+            "adaptive",
+            param="thinking.type",
+            code="unsupported_field",
+        )
     if isinstance(plain.get("messages"), list):
         plain["messages"] = [_plain_message(item, f"messages[{n}]") for n, item in enumerate(plain["messages"])]
     if isinstance(plain.get("system"), list):
@@ -190,7 +221,10 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_message(message: Any, where: str) -> Any:
-    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(message, dict):
+        return message
+    message = drop_refused(message, _MESSAGE_REFUSED, where=where)
+    content = message.get("content")
     if not isinstance(content, list):
         return message
     blocks = [_plain_block(block, f"{where}.content[{place}]", _BLOCKS) for place, block in enumerate(content)]
@@ -210,8 +244,8 @@ def _plain_block(block: Any, where: str, kinds: tuple[str, ...]) -> Any:
     if block.get("citations"):
         raise InvalidRequest(f"{where}.citations cannot be used: it must be empty", param=f"{where}.citations")
     plain = {key: value for key, value in block.items() if value is not None and key != "citations"}
-    if plain.get("caller") == {"type": "direct"}:
-        del plain["caller"]
+    if kind in ("tool_use", "tool_result"):
+        plain = drop_refused(plain, _BLOCK_REFUSED, where=where)
     if kind == "tool_result" and isinstance(plain.get("content"), list):
         plain["content"] = [
             _plain_block(part, f"{where}.content[{place}]", ("text",)) for place, part in enumerate(plain["content"])

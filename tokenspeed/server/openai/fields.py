@@ -33,8 +33,12 @@ NO_EFFECT = (
     "metadata",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
 )
+
+ANYTHING: tuple[Any, ...] = ("any value",)
+"""Of a field that asks for nothing that an answer could lack: whatever it says is fine, and left out."""
 
 # Known from other servers: (values that change nothing here and are therefore fine, why any other is refused).
 _NOT_YET = "it is not built yet"
@@ -119,11 +123,17 @@ class GenerationFields(ConstraintFields, kw_only=True, forbid_unknown_fields=Tru
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
 
 
-def drop_refused(fields: dict[str, Any], *tables: Mapping[str, tuple[tuple[Any, ...], str]]) -> dict[str, Any]:
+def drop_refused(
+    fields: dict[str, Any], *tables: Mapping[str, tuple[tuple[Any, ...], str]], where: str = ""
+) -> dict[str, Any]:
     """`fields` without those of the tables, when their values change nothing.
+
+    Args:
+        where: what the fields stand in: `"reasoning"`.
 
     Raises:
         InvalidRequest: a field with another value; names it and the reason.
@@ -132,8 +142,12 @@ def drop_refused(fields: dict[str, Any], *tables: Mapping[str, tuple[tuple[Any, 
     for table in tables:
         for name in table.keys() & fields.keys():
             neutral, why = table[name]
-            if not any(type(fields[name]) is type(value) and fields[name] == value for value in neutral):
-                raise InvalidRequest(f"{name} cannot be used: {why}", param=name, code="unsupported_field")
+            is_neutral = neutral is ANYTHING or any(
+                type(fields[name]) is type(value) and fields[name] == value for value in neutral
+            )
+            if not is_neutral:
+                at = f"{where}.{name}" if where else name
+                raise InvalidRequest(f"{at} cannot be used: {why}", param=at, code="unsupported_field")
             if kept is fields:
                 kept = dict(fields)
             del kept[name]

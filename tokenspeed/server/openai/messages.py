@@ -27,9 +27,10 @@ _OTHER_MEDIA = frozenset(
 
 
 class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """A part of a message's content."""
+    """A part of a message's content. `prompt_cache_breakpoint` changes nothing: every prefix is cached."""
 
     text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class RefusalPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
@@ -79,14 +80,16 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def check_media(messages: Any) -> None:
-    """Refuse images and the like by name, before types are looked at.
+    """Refuse images, calls of other tools than functions and the like by name, before types are looked at.
 
     Raises:
-        InvalidRequest: a content part of another kind than text.
+        InvalidRequest: a content part of another kind than text, a call of another kind than function, or a message of
+            the role that tools had before there were calls.
     """
     if not isinstance(messages, list):
         return
     for number, message in enumerate(messages):
+        _check_calls(message, f"messages[{number}]")
         content = message.get("content") if isinstance(message, dict) else None
         for place, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
@@ -95,6 +98,26 @@ def check_media(messages: Any) -> None:
                 raise InvalidRequest(
                     f"{where} is of type {kind!r}; this model takes text only", param=where, code="unsupported_content"
                 )
+
+
+def _check_calls(message: Any, where: str) -> None:
+    if not isinstance(message, dict):
+        return
+    if message.get("role") == "function":
+        raise InvalidRequest(
+            f"{where}.role is 'function', which came before tool calls; send role tool with tool_call_id",
+            param=f"{where}.role",
+            code="unsupported_content",
+        )
+    calls = message.get("tool_calls")
+    for place, call in enumerate(calls if isinstance(calls, list) else ()):
+        if isinstance(call, dict) and call.get("type") == "custom":
+            at = f"{where}.tool_calls[{place}]"
+            raise InvalidRequest(
+                f"{at} is of type 'custom'; there are only calls of functions",
+                param=f"{at}.type",
+                code="unsupported_content",
+            )
 
 
 def to_template(messages: list[Message]) -> list[dict[str, Any]]:

@@ -68,6 +68,28 @@ class AllowedChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, ta
 ToolChoiceField = Literal["none", "auto", "required"] | NamedTool | AllowedChoice
 
 
+def check_kinds(fields: dict[str, Any]) -> None:
+    """Refuse tools of other kinds than functions by name, before types are looked at.
+
+    Raises:
+        InvalidRequest: a tool, or a choice of one.
+    """
+    tools, choice = fields.get("tools"), fields.get("tool_choice")
+    for number, tool in enumerate(tools if isinstance(tools, list) else ()):
+        _check_kind(tool, f"tools[{number}]", ("function",))
+    _check_kind(choice, "tool_choice", ("function", "allowed_tools"))
+
+
+def _check_kind(value: Any, where: str, kinds: tuple[str, ...]) -> None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in kinds:
+        raise InvalidRequest(
+            f"{where} is of type {kind[:80]!r}; tools of type function are offered, which the client runs itself",
+            param=f"{where}.type",
+            code="unsupported_tool",
+        )
+
+
 def for_template(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
     """Tools as templates know them: OpenAI's shape, in its usual order of keys, without `strict`.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.server.carried import unpack
+from tokenspeed.server.openai.fields import drop_refused
 from tokenspeed.server.responses_api.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -25,6 +26,10 @@ from tokenspeed.text.messages import Content, joined, text_or_parts
 from tokenspeed.text.parsers.model_json import json_object
 
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+_CALL_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "async": ((None, False), "an output is the next request's"),
+    "caller": ((None, {"type": "direct"}), "functions are called by the model alone"),
+}
 _PARTS = ("input_text", "output_text", "refusal")
 
 ChatMessage = dict[str, Any]
@@ -192,6 +197,8 @@ def _plain_item(item: Any, where: str) -> Any:
             param=f"{where}.type",
             code="unsupported_content",
         )
+    if kind in ("function_call", "function_call_output"):
+        plain = drop_refused(plain, _CALL_REFUSED, where=where)
     for name in ("content", "output"):
         if kind != "reasoning" and isinstance(plain.get(name), list):
             plain[name] = [_plain_part(part, f"{where}.{name}[{place}]") for place, part in enumerate(plain[name])]
@@ -210,4 +217,4 @@ def _plain_part(part: Any, where: str) -> Any:
         )
     if part.get("annotations"):
         raise InvalidRequest(f"{where}.annotations cannot be used: it must be empty", param=f"{where}.annotations")
-    return {key: value for key, value in part.items() if value is not None}
+    return {key: value for key, value in part.items() if value is not None and key != "prompt_cache_breakpoint"}

@@ -15,7 +15,7 @@ from tokenspeed.protocol.echo import echo
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.protocol.grammar import GrammarSpec
 from tokenspeed.server.body import to_struct
-from tokenspeed.server.openai.fields import CacheSalt, GenerationFields, Int32, Int64, drop_refused
+from tokenspeed.server.openai.fields import ANYTHING, CacheSalt, GenerationFields, Int32, Int64, drop_refused
 from tokenspeed.server.responses_api.conversation import plain_input
 from tokenspeed.server.responses_api.items import Item
 from tokenspeed.server.responses_api.namespaces import Function
@@ -42,11 +42,31 @@ RESPONSES_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "max_tool_calls": ((None,), "it limits built-in tools, and there are none"),
     "moderation": ((None,), "there is no moderation"),
     "prompt": ((None,), "prompt templates are not stored here; send instructions and input"),
-    "prompt_cache_options": ((None,), "the prefix cache needs no options"),
     "service_tier": ((None, "auto", "default"), "there is only the default tier"),
     "top_logprobs": ((None, 0), "use /v1/chat/completions"),
     "truncation": ((None, "disabled"), "nothing is dropped from an input that is too long; shorten it"),
 }
+
+_REASONING_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "context": ((None, "auto"), "the chat template decides which earlier reasoning the model sees"),
+    "generate_summary": (ANYTHING, "there is no summary, for the reasoning itself is in the answer"),
+    "mode": ((None, "standard"), "there is one mode"),
+}
+_STREAM_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "include_obfuscation": ((None, False), "events are never padded"),
+}
+
+# What only outputs of tools that are not offered hold, and inputs that are not taken: there is nothing to leave out.
+_NEVER_THERE = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 
 # Tools that OpenAI's servers run, and those of the client's that are no functions. Agents name them in every request
 # without asking whether the server has them, so they are left out: the model is not shown them and cannot call them.
@@ -81,12 +101,12 @@ class ResponseStreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=
 
 class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A request for a response. Taken without any effect on what is generated: metadata, client_metadata, user,
-    safety_identifier, prompt_cache_key, prompt_cache_retention.
+    safety_identifier, prompt_cache_key, prompt_cache_options, prompt_cache_retention.
 
     Fields (those that OpenAI's reference does not tell):
         instructions: text only; a list of items belongs into input.
         tools: functions, also inside namespaces; tools of other kinds are left out (`NOT_OFFERED`).
-        include: only "reasoning.encrypted_content".
+        include: "reasoning.encrypted_content"; parts of outputs that are never made here change nothing.
         tool_choice: none, auto, required, `{"type": "function", "name": ...}` or `{"type": "allowed_tools", ...}`.
         top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, seed, ignore_eos, priority, cache_salt,
             chat_template_kwargs: as in chat completions.
@@ -113,6 +133,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     top_k: Int32 | None = None
     min_p: float | None = None
@@ -138,10 +159,13 @@ def parse(fields: dict[str, Any]) -> ResponsesRequest:
     plain["input"] = plain_input(plain["input"])
     if isinstance(plain.get("tools"), list):
         plain["tools"] = _offered(plain["tools"])
+    for name, table in (("reasoning", _REASONING_REFUSED), ("stream_options", _STREAM_REFUSED)):
+        if isinstance(plain.get(name), dict):
+            plain[name] = drop_refused(plain[name], table, where=name)
     _check_choice(plain.get("tool_choice"))
     body = to_struct(plain, ResponsesRequest)
     for name in body.include or ():
-        if name != CARRIED_REASONING:
+        if name != CARRIED_REASONING and name not in _NEVER_THERE:
             raise InvalidRequest(
                 f"include holds {name[:80]!r}, there is only {CARRIED_REASONING!r}",
                 param="include",
