@@ -10,6 +10,7 @@ import pytest
 
 from tokenspeed.protocol.errors import InvalidRequest
 from tokenspeed.text.chat_template import ChatTemplate
+from tokenspeed.text.messages import in_parts
 from tokenspeed.text.template_content import Shape, content_shape
 
 ARGUMENTS = (
@@ -126,6 +127,11 @@ def test_a_template_that_fails_on_parts_gets_text() -> None:
     shown = source.replace(" + '!'", "")  # as Python writes a list
     assert rendered(shown, [*STRING, {"role": "assistant", "content": "4"}]) == "What is 2+2?4"
     assert rendered(shown, [{**TWO[0], "role": "assistant"}]) == "What is \n2+2?"
+    for written in ("{{ m.content | tojson }}", "{% for each in m.content %}{{ each.output or each }}{% endfor %}"):
+        tool = "{% if m.content is string %}{{ m.content }}{% elif m.role == 'tool' %}" + written
+        both = EACH + tool + "{% else %}" + loops + "{% endif %}{% endfor %}"  # GLM: a tool's list is several outputs
+        user = {"role": "user", "content": in_parts(["a", "b"])}
+        assert rendered(both, [{**TWO[0], "role": "tool"}, user]) == "What is \n2+2?ab"
     with pytest.raises(InvalidRequest, match="refuses the messages: no"):
         rendered(EACH + loops + "{{ raise_exception('no') }}{% endfor %}", TWO)
 

@@ -6,6 +6,7 @@ string takes both. Content is followed through `set`, macro arguments, `or`, `if
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -72,15 +73,16 @@ def _parts(content: Content) -> list[dict[str, str]]:
 
 
 def _hidden(rendered: str, chat: list[dict[str, Any]]) -> set[int]:
-    """The messages of which some part's text is not there, or a list of parts is there as Python writes it."""
+    """The messages of which some part's text is not there, or some part is there as Python or JSON writes it."""
     lists = {
         index: message["content"] for index, message in enumerate(chat) if isinstance(message.get("content"), list)
     }
-    return {
-        index
-        for index, parts in lists.items()
-        if str(parts) in rendered or not all(part["text"].strip() in rendered for part in parts)
-    }
+    return {index for index, parts in lists.items() if not all(_is_shown(part, rendered) for part in parts)}
+
+
+def _is_shown(part: dict[str, str], rendered: str) -> bool:
+    written = (str(part), json.dumps(part, ensure_ascii=False))
+    return part["text"].strip() in rendered and not any(each in rendered for each in written)
 
 
 def _content_names(template: nodes.Template) -> frozenset[str]:
