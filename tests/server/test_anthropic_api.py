@@ -209,6 +209,18 @@ async def test_conversations_become_messages(http: httpx.AsyncClient, engine: Fa
     assert engine.rendered[0]["tools"] == [{"type": "function", "function": function}]
 
 
+async def test_texts_of_a_message_stay_apart(http: httpx.AsyncClient, engine: FakeClient):
+    """The bug: they became one text before the chat template, which may know parts, had seen them."""
+    use = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    two = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": two, "is_error": True}
+    talk = [{"role": "user", "content": two}, {"role": "assistant", "content": [*two, use]}]
+    asked = body(messages=[*talk, {"role": "user", "content": [result]}])
+    assert (await http.post(URL, json=asked)).status_code == 200
+    contents = [message["content"] for message in engine.rendered[0]["messages"]]
+    assert contents == [two, two, [{"type": "text", "text": "Error: x"}, two[1]]]
+
+
 async def test_a_last_assistant_message_is_continued(http: httpx.AsyncClient, engine: FakeClient):
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The answer is ("}]
     assert (await http.post(URL, json=body(messages=talk))).status_code == 200
