@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.protocol.errors import ContextNumbers, Field, InvalidRequest
+from tokenspeed.server.anthropic.errors import to_error
 from tokenspeed.server.field_names import spoken_as
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -19,6 +20,7 @@ APIS: dict[str, tuple[str, dict[str, Any]]] = {
     "responses": ("/v1/responses", {"model": "tiny", "input": "hi"}),
     "anthropic": ("/v1/messages", {**CHAT, "max_tokens": 8}),
 }
+NUMBERS = ContextNumbers(context_len=25, num_prompt=10, max_tokens=20)
 # What one thing is called: here, elsewhere.
 NAMES = [
     ("max_tokens", "max_completion_tokens", "max_output_tokens"),
@@ -83,16 +85,35 @@ async def test_the_field_that_was_sent(
 
 
 def test_words_are_no_fields_and_causes_are_kept() -> None:
-    """Only a name with an underscore is one anywhere; the places of another list are not."""
+    """What a message says of a field is a piece of it; its words, which may be a user's, are never read. The bug:
+    `max_tokens` in a template's own complaint became another field, numbers were taken out of a sentence."""
     cause = ValueError("why")
     names = {"stop": "stop_sequences", "max_tokens": "max_output_tokens", "messages": "input", "prompt": "messages"}
     with pytest.raises(InvalidRequest) as caught, spoken_as(names):
-        raise InvalidRequest("stop holds a word to stop; max_tokens", "messages[3].role", "c") from cause
-    assert caught.value.message == "stop_sequences holds a word to stop; max_output_tokens"
+        raise InvalidRequest(
+            [Field("stop"), " holds max_tokens; lower ", Field("max_tokens"), ", not ", Field("seed")],
+            "messages[3].role",
+            "c",
+            NUMBERS,
+        ) from cause
+    assert caught.value.message == "stop_sequences holds max_tokens; lower max_output_tokens, not seed"
     assert (caught.value.param, caught.value.code, caught.value.__cause__) == ("input", "c", cause)
+    assert caught.value.numbers is NUMBERS
     with pytest.raises(InvalidRequest) as caught, spoken_as({"stop": "stop_sequences"}):
-        raise InvalidRequest("nothing", "stop[0]")
+        raise InvalidRequest("stop is a word; nothing", "stop[0]")
+    assert caught.value.message == "stop is a word; nothing"
     assert caught.value.param == "stop_sequences[0]"
     with pytest.raises(InvalidRequest) as caught, spoken_as(names):
         raise InvalidRequest("stopping", None)
     assert (caught.value.message, caught.value.param) == ("stopping", None)
+
+
+def test_numbers_are_told_whatever_the_sentence_was() -> None:
+    error = InvalidRequest("in other words", "max_tokens", "context_length_exceeded", NUMBERS)
+    assert "10 + 20 > 25" in to_error(error, "r")[1].error.message
+    plain = InvalidRequest("the context length is 25 tokens", "max_tokens", "context_length_exceeded")
+    assert to_error(plain, "r")[1].error.message == "the context length is 25 tokens"
+
+
+def test_a_message_in_pieces_is_cut_as_any_other() -> None:
+    assert len(InvalidRequest([Field("stop"), "x" * 10_000]).message) == len(InvalidRequest("x" * 10_000).message)

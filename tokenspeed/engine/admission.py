@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from tokenspeed.engine.interface import GenerationRequest, TokenizerFace
-from tokenspeed.protocol.errors import InvalidRequest, Overloaded
+from tokenspeed.protocol.errors import ContextNumbers, Field, InvalidRequest, Overloaded
 from tokenspeed.protocol.sampling import SamplingParams
 
 CONTEXT_EXCEEDED = "context_length_exceeded"
@@ -37,11 +37,17 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
     wanted = sampling.max_tokens
     if wanted is not None and wanted > left:
         raise InvalidRequest(
-            f"the context length is {max_model_len} tokens, but {len(prompt) + wanted} were asked for "
-            f"({len(prompt)} in the prompt, {wanted} as max_tokens); shorten the prompt or lower max_tokens to at most "
-            f"{left}",
+            [
+                f"the context length is {max_model_len} tokens, but {len(prompt) + wanted} were asked for "
+                f"({len(prompt)} in the prompt, {wanted} as ",
+                Field("max_tokens"),
+                "); shorten the prompt or lower ",
+                Field("max_tokens"),
+                f" to at most {left}",
+            ],
             param="max_tokens",
             code=CONTEXT_EXCEEDED,
+            numbers=ContextNumbers(context_len=max_model_len, num_prompt=len(prompt), max_tokens=wanted),
         )
     if sampling.min_tokens > left:
         raise InvalidRequest(

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.protocol.errors import Field, InvalidRequest
 
 MAX_LOGPROBS = 20  # OpenAI's limit for chat `top_logprobs`
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it: less would leave the range of float32
@@ -83,7 +83,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _within("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; lower one or raise the other",
+                [
+                    f"min_tokens is {self.min_tokens}, above ",
+                    Field("max_tokens"),
+                    f" {self.max_tokens}; lower one or raise the other",
+                ],
                 param="min_tokens",
             )
         _within("temperature", self.temperature, 0.0, 2.0)
@@ -101,7 +105,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.seed is not None:
             _within("seed", self.seed, -(2**63), 2**63 - 1)
         if any(not text for text in self.stop):
-            raise InvalidRequest("stop holds an empty string, which would end every text at once", param="stop")
+            raise InvalidRequest(
+                [Field("stop"), " holds an empty string, which would end every text at once"], param="stop"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
@@ -118,4 +124,4 @@ def _within(name: str, value: float, low: float | None, high: float | None) -> N
     if finite and (low is None or value >= low) and (high is None or value <= high):
         return
     limit = f"at least {low}" if high is None else f"between {low} and {high}"
-    raise InvalidRequest(f"{name} is {value}, it must be {limit}", param=name)
+    raise InvalidRequest([Field(name), f" is {value}, it must be {limit}"], param=name)

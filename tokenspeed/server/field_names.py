@@ -27,15 +27,11 @@ def spoken_as(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """The same refusal. A name with an underscore is a field wherever it stands in the message; one without may be a
-    plain word, so it is one only at the beginning."""
-    param, message = error.param, error.message
+    """The same refusal."""
+    param = error.param
     field = re.match(r"\w+", param or "")
     if param is not None and field is not None and field[0] in names:
         new = names[field[0]]
         # Places in a list may differ: one item of an API can be several messages.
         param = new if new == "input" or "[" not in param else new + param[field.end() :]
-    for name, new in names.items():
-        pattern = rf"\b{name}\b" if "_" in name else rf"\A{name}(?= (?:is|holds)\b)"
-        message = re.sub(pattern, new, message)
-    return InvalidRequest(message, param, error.code)
+    return error.spoken_as(names, param)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenspeed.protocol.echo import echo, json_type
-from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.protocol.errors import Field, InvalidRequest
 from tokenspeed.text.parsers.model_json import read_json
 
 Content = str | list[dict[str, str]]
@@ -27,7 +27,7 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
         InvalidRequest: no messages, a message without role, a part that is not text, arguments that are not JSON.
     """
     if not messages:
-        raise InvalidRequest("messages is empty; send at least one message", param="messages")
+        raise InvalidRequest([Field("messages"), " is empty; send at least one message"], param="messages")
     return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 

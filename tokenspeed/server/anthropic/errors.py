@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import uuid
 from collections.abc import Mapping
 
@@ -17,11 +16,6 @@ from tokenspeed.server.responses import json_response
 logger = logging.getLogger("tokenspeed.server")
 
 OVERLOADED = 529  # Anthropic's own status, which its SDKs wait for and try again
-
-_TOO_MUCH = re.compile(
-    r"the context length is (\d+) tokens, but \d+ were asked for \((\d+) in the prompt, (\d+) as max_tokens\)"
-)
-"""How `engine.admission` refuses a prompt that would fit with less output."""
 
 _TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -77,12 +71,12 @@ def _too_long(error: InvalidRequest) -> str:
     """In Anthropic's words: by them agents know whether to ask for less output, and how much less, or to compact."""
     if error.param in ("prompt", "messages"):  # the prompt alone does not fit
         return f"prompt is too long: {error.message}"
-    found = _TOO_MUCH.match(error.message)
-    if found is None:
+    given = error.numbers
+    if given is None:
         return error.message
     return (
-        f"input length and `max_tokens` exceed context limit: {found[2]} + {found[3]} > {found[1]}, decrease input "
-        "length or `max_tokens` and try again"
+        f"input length and `max_tokens` exceed context limit: {given.num_prompt} + {given.max_tokens} > "
+        f"{given.context_len}, decrease input length or `max_tokens` and try again"
     )
 
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from tokenspeed.config.model import ModelConfig
-from tokenspeed.protocol.errors import InvalidRequest
+from tokenspeed.protocol.errors import Field, InvalidRequest
 from tokenspeed.protocol.sampling import SamplingParams
 from tokenspeed.server.openai.constraint import ConstraintFields
 
@@ -251,9 +251,11 @@ def check_priority(fields: GenerationFields, is_enabled: bool) -> int:
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop holds {len(strings)} strings, the limit is {MAX_STOP_STRINGS}", param="stop")
+        raise InvalidRequest(
+            [Field("stop"), f" holds {len(strings)} strings, the limit is {MAX_STOP_STRINGS}"], param="stop"
+        )
     if any(len(text) > MAX_STOP_CHARS for text in strings):
-        raise InvalidRequest(f"stop holds a string longer than {MAX_STOP_CHARS} characters", param="stop")
+        raise InvalidRequest([Field("stop"), f" holds a string longer than {MAX_STOP_CHARS} characters"], param="stop")
     return strings
 
 
