@@ -215,8 +215,9 @@ async def test_texts_of_a_message_stay_apart(http: httpx.AsyncClient, engine: Fa
     two = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
     result = {"type": "tool_result", "tool_use_id": "a", "content": two, "is_error": True}
     talk = [{"role": "user", "content": two}, {"role": "assistant", "content": [*two, use]}]
-    asked = body(messages=[*talk, {"role": "user", "content": [result]}])
-    assert (await http.post(URL, json=asked)).status_code == 200
+    asked = body(max_tokens=5, messages=[*talk, {"role": "user", "content": [result]}])
+    answer = await http.post(URL, json=asked)
+    assert answer.status_code == 200, answer.text
     contents = [message["content"] for message in engine.rendered[0]["messages"]]
     assert contents == [two, two, [{"type": "text", "text": "Error: x"}, two[1]]]
 
