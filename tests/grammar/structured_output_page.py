@@ -64,9 +64,9 @@ def page() -> str:
         "Dates are days that there are, leap years included; the other formats are shapes (a second may be 60)."
     )
     lines.append(
-        "With llguidance also refused: `propertyNames`, and a class that holds the character 0 by name without quote and "
-        "backslash. What only the library refuses is, in a forced call of a tool "
-        "without `strict`, left out: its properties are then held by name and type, or any object is taken."
+        "With llguidance also refused: `propertyNames`, and a class that holds the character 0 by name without quote "
+        "and backslash. What only the library refuses is, in a forced call of a tool without `strict`, left out: its "
+        "properties are then held by name and type, or any object is taken."
     )
     return PAGE.read_text().split(MARK)[0] + MARK + "\n" + "\n".join(lines) + "\n"
 
