@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from tokenspeed.grammar import schema_strings
 from tokenspeed.grammar.budget import MAX_STEPS, Budget
+from tokenspeed.grammar.format_patterns import SHORT_PATTERNS
 from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.json_schema import MAX_SCHEMA_CHARS, MAX_WRITTEN_CHARS, rewrite_schema
+from tokenspeed.grammar.loose_schema import rewrite_what_can_be
 from tokenspeed.grammar.schema_size import SchemaSize
-from tokenspeed.grammar.schema_strings import string_of
+from tokenspeed.grammar.schema_strings import NARROW_STEPS, string_of
 from tokenspeed.grammar.schema_values import unique_arrays
 from tokenspeed.protocol.errors import InvalidRequest
 
@@ -83,6 +86,28 @@ def test_narrowing_a_pattern_is_charged():
     with pytest.raises(GrammarError, match="comparisons"):
         for _ in range(50):
             string_of({"pattern": "^[a-z]{1,30}$", "maxLength": 9}, "#", budget)
+
+
+def test_trying_what_can_be_held_is_charged(monkeypatch: pytest.MonkeyPatch):
+    """Of a tool without `strict` each string was tried anew, 1.3 s for one schema; lengths alone ask for nothing."""
+    tried: list[str] = []
+    narrow = schema_strings.within
+
+    def counted(source: str, low: int, high: int | None) -> str | None:
+        tried.append(source)
+        return narrow(source, low, high)
+
+    monkeypatch.setattr(schema_strings, "within", counted)
+    mails = [{"type": "string", "format": "email", "maxLength": 50 + place % 200} for place in range(2000)]
+    properties = {
+        "a": {"type": "array", "prefixItems": mails},
+        "b": {"type": "string", "maxLength": 3},
+        "c": {"not": {}},
+    }
+    done = rewrite_what_can_be({"type": "object", "properties": {**properties, "d": {"not": {"type": "null"}}}}, "x")
+    assert done["properties"]["b"] == {"type": "string", "maxLength": 3}
+    assert done["properties"]["a"]["prefixItems"][0]["type"] == "string"
+    assert len(tried) * NARROW_STEPS * len(SHORT_PATTERNS["email"]) <= 4 * MAX_STEPS
 
 
 def test_usual_large_schemas_pass():

@@ -14,7 +14,7 @@ from tokenspeed.grammar.interface import GrammarError
 from tokenspeed.grammar.json_schema import MAX_PROPERTIES, UNSUPPORTED, is_never, rewrite_schema
 from tokenspeed.grammar.name_pattern import NamePattern, patterns_of
 from tokenspeed.grammar.schema_merge import ANNOTATIONS, Schema
-from tokenspeed.grammar.schema_strings import string_of
+from tokenspeed.grammar.schema_strings import NARROW_STEPS, string_of
 from tokenspeed.grammar.schema_types import STRING_KEYWORDS, TYPES
 from tokenspeed.protocol.errors import InvalidRequest
 
@@ -51,7 +51,7 @@ def rewrite_what_can_be(schema: Schema, param: str, root: str = "#", step: int =
         assert refused is not None
         raise refused
     try:
-        held = rewrite_schema(_without_what_cannot_be(schema, 0), param, root)
+        held = rewrite_schema(_without_what_cannot_be(schema, 0, Budget()), param, root)
         if _can_all_match(held):
             return held
     except InvalidRequest:
@@ -72,8 +72,12 @@ def _names_or_any(schema: Schema, param: str, root: str) -> Schema:
     return rewrite_schema(_ANY, param, root)
 
 
-def _without_what_cannot_be(node: Any, depth: int) -> Any:
-    """A schema without keywords that cannot be held. All that is valid for it stays so."""
+def _without_what_cannot_be(node: Any, depth: int, budget: Budget) -> Any:
+    """A schema without keywords that cannot be held. All that is valid for it stays so.
+
+    Args:
+        budget: what trying to hold them is charged to; of what comes when it is spent, none is held.
+    """
     if not isinstance(node, dict) or is_never(node) or depth > _MAX_DEPTH:
         return node
     reference = node.get("$ref")
@@ -81,44 +85,47 @@ def _without_what_cannot_be(node: Any, depth: int) -> Any:
         return {}
     if "enum" in node or "const" in node:
         return {key: value for key, value in node.items() if key in ("enum", "const", "type", *ANNOTATIONS)}
-    left_out = UNSUPPORTED.keys() | _cannot_be(node)
+    left_out = UNSUPPORTED.keys() | _cannot_be(node, budget)
     done = {key: value for key, value in node.items() if key not in left_out}
     for key, value in list(done.items()):
         if key in _LISTS and isinstance(value, list):
-            done[key] = [_without_what_cannot_be(each, depth + 1) for each in value]
+            done[key] = [_without_what_cannot_be(each, depth + 1, budget) for each in value]
         elif key in _ONE:
-            done[key] = _without_what_cannot_be(value, depth + 1)
+            done[key] = _without_what_cannot_be(value, depth + 1, budget)
         elif key in _NAMED and isinstance(value, dict):
-            done[key] = {name: _without_what_cannot_be(each, depth + 1) for name, each in value.items()}
+            done[key] = {name: _without_what_cannot_be(each, depth + 1, budget) for name, each in value.items()}
     if "oneOf" in done:
         one_of = done.pop("oneOf")
         done.setdefault("anyOf", one_of)
     return done
 
 
-def _cannot_be(node: Schema) -> set[str]:
+def _cannot_be(node: Schema, budget: Budget) -> set[str]:
     """Keywords that cannot be held beside the others."""
     found = {"uniqueItems"}
     if "properties" in node or "patternProperties" in node:
         found.add("propertyNames")
     found |= {key for key in ("unevaluatedItems", "unevaluatedProperties") if node.get(key) is not False}
     own = {key: value for key, value in node.items() if key in STRING_KEYWORDS}
-    if own and not _can_hold(own):
+    if own and not _can_hold(own, budget):
         found |= {"pattern"} if "pattern" in own else {"format"}
-        if "pattern" in own and not _can_hold({key: value for key, value in own.items() if key != "pattern"}):
+        if "pattern" in own and not _can_hold({key: value for key, value in own.items() if key != "pattern"}, budget):
             found.add("format")
     return found
 
 
 def _can_all_match(schema: Schema) -> bool:
     """Whether the libraries, too, take the patterns of a rewritten schema."""
-    return all(map(_libraries_take, patterns_of(schema)))
+    return all(map(_libraries_take, set(patterns_of(schema))))
 
 
-def _can_hold(own: Schema) -> bool:
+def _can_hold(own: Schema, budget: Budget) -> bool:
     """Whether the keywords of a string, or what a schema has in their place, can be held together."""
     try:
-        return _can_all_match(string_of(dict(own), "#", Budget()))
+        held = string_of(dict(own), "#", budget)
+        if "pattern" in held:
+            budget.spend(NARROW_STEPS * len(held["pattern"]))
+        return _can_all_match(held)
     except (GrammarError, TypeError, AttributeError):
         return False
 

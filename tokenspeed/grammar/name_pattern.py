@@ -103,7 +103,7 @@ class NamePattern:
         """A part that libraries would follow out of a JSON string: measured with xgrammar, one that stands only for
         quotes, backslashes and control characters is written as it is, and so is a class that also holds other than
         printable ASCII. All other parts leave these characters out. None: there is none."""
-        for part in self.characters():
+        for part in dict.fromkeys(self.characters()):
             takes_escaped = any(map(part.fullmatch, _ESCAPED))
             takes_others = any(part.fullmatch(chr(code)) for code in range(32, 127) if chr(code) not in _ESCAPED)
             is_plain = part.pattern.isascii() and part.pattern.isprintable()
