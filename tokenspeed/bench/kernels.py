@@ -230,11 +230,9 @@ class Timer:
         self._device = need.device
         self._repeats = repeats
         self._need = need
-        self._recorder = self._new_recorder()
 
     def _new_recorder(self) -> Recorder | None:
-        if self._device.type != "cuda":
-            return None
+        """One for each measurement: memory of a recorder whose graphs are gone, or whose capture failed, takes no other."""
         able = [found for found in discover() if found.op == "recorder" and found.why_not(self._need) is None]
         return able[0].make(self._need) if able else None
 
@@ -254,13 +252,13 @@ class Timer:
         if self._device.type == "cpu":
             return best_s(once, self._device, self._repeats) / len(calls), "cpu"
         once()
-        if self._recorder is not None and can_record:
+        recorder = self._new_recorder() if can_record else None
+        if recorder is not None:
             try:
-                with self._recorder.record() as graph:
+                with recorder.record() as graph:
                     once()
             except RuntimeError:
                 torch.cuda.synchronize()  # an implementation that asks the host cannot be captured
-                self._recorder = self._new_recorder()  # the memory pool of the other is spoilt for whoever comes next
                 random = torch.cuda.default_generators[torch.cuda.current_device()]
                 random.graphsafe_set_state(random.clone_state())  # it still counts for the graph that is not to be
             else:
