@@ -202,7 +202,7 @@ def test_references_say_whether_a_graph_could_hold_them(setting, op):
 
 
 class Recordings:
-    """Makes recorders; as with graphs of one memory pool, one takes no second graph when the first is gone or failed."""
+    """Makes recorders; as with graphs of one memory pool, one takes no second graph when the first is gone."""
 
     def __init__(self) -> None:
         self.num_recorders = self.num_replays = self.num_tries = 0

@@ -232,7 +232,7 @@ class Timer:
         self._need = need
 
     def _new_recorder(self) -> Recorder | None:
-        """One for each measurement: memory of a recorder whose graphs are gone, or whose capture failed, takes no other."""
+        """One for each measurement: memory whose graph is gone, or whose capture failed, takes no other."""
         able = [found for found in discover() if found.op == "recorder" and found.why_not(self._need) is None]
         return able[0].make(self._need) if able else None
 
