@@ -21,4 +21,6 @@ _HOMES = {"LLM": "tokenspeed.engine.llm", "SamplingParams": "tokenspeed.protocol
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tokenspeed' has no attribute {name!r}")
+    if name == "LLM":
+        import_module("tokenspeed.engine.launch").bound_spinning()  # the next line imports torch
     return getattr(import_module(_HOMES[name]), name)

@@ -241,3 +241,32 @@ def test_the_engine_bounds_how_long_threads_spin() -> None:
     assert engine_environment({"HOME": "/x"}) == {"HOME": "/x", "GOMP_SPINCOUNT": "10000"}
     assert engine_environment({"OMP_WAIT_POLICY": "active"}) == {"OMP_WAIT_POLICY": "active"}
     assert engine_environment({"GOMP_SPINCOUNT": "7"}) == {"GOMP_SPINCOUNT": "7"}
+
+
+IN_PROCESS = {
+    "LLM": "from tokenspeed import LLM",
+    "bench offline": "import tokenspeed.cli.bench as bench; bench.run(['offline', '--help'])",
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [({}, ("10000", None)), ({"GOMP_SPINCOUNT": "7"}, ("7", None)), ({"OMP_WAIT_POLICY": "active"}, (None, "active"))],
+)
+@pytest.mark.parametrize("way", IN_PROCESS)
+def test_so_does_one_in_this_process_before_torch_is_there(
+    way: str, given: dict[str, str], wanted: tuple[str | None, str | None]
+) -> None:
+    """libgomp reads its variables when torch loads it: what stands there at torch's import counts."""
+    script = f"""
+import os, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("at torch:", os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"), file=sys.stderr)
+sys.meta_path.insert(0, Watch())
+{IN_PROCESS[way]}
+"""
+    plain = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    ended = subprocess.run([sys.executable, "-c", script], env={**plain, **given}, capture_output=True, text=True)
+    assert f"at torch: {wanted[0]} {wanted[1]}\n" in ended.stderr, ended.stderr

@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from tokenspeed.engine.launch import bound_spinning
 from tokenspeed.protocol.errors import ConfigError
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
@@ -36,6 +37,8 @@ def run(argv: Sequence[str]) -> int:
     name, rest = words[0], words[1:]
     if name not in BENCHMARKS:
         raise ConfigError(f"unknown benchmark {name!r}, there are: {', '.join(BENCHMARKS)}")
+    if name == "offline":
+        bound_spinning()  # its module imports torch
     try:
         module = importlib.import_module(BENCHMARKS[name][0])
     except ModuleNotFoundError as error:
