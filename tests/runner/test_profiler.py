@@ -60,6 +60,19 @@ def test_it_ends_by_itself_and_is_named_once(tmp_path: Path) -> None:
         profiler.stop()
 
 
+def test_a_trace_without_steps_says_so(tmp_path: Path) -> None:
+    profiler = StepProfiler(has_gpu=False, environment={})
+    path = profiler.start(ProfileOptions(output_dir=str(tmp_path), with_stack=False))
+    with pytest.raises(InvalidRequest, match=f"no step ran between start and stop, so {path} holds none"):
+        profiler.stop()
+    assert not {name for name in names(path) if name.startswith("step ")}
+    with pytest.raises(InvalidRequest, match="no profile runs"):
+        profiler.stop()
+    path = profiler.start(ProfileOptions(output_dir=str(tmp_path), profile_id="closed", with_stack=False))
+    profiler.close()
+    assert Path(path).exists()
+
+
 def test_shapes_and_stacks_are_recorded_when_asked(tmp_path: Path) -> None:
     held = {}
     for stack, shapes in ((True, False), (False, True)):

@@ -34,6 +34,7 @@ class _Running:
     profiler: profile
     path: Path
     steps_left: int | None
+    num_steps: int = 0  # recorded so far
 
 
 class StepProfiler:
@@ -79,10 +80,14 @@ class StepProfiler:
         """End the profile and write it; returns the file. One that ended by itself is named once.
 
         Raises:
-            InvalidRequest: there is none, or its trace cannot be written.
+            InvalidRequest: there is none, its trace cannot be written, or no step ran while it was recorded.
         """
         if self._running is not None:
+            num_steps = self._running.num_steps
             self._write()
+            if num_steps == 0:
+                path, self._ended = self._ended, None
+                raise InvalidRequest(f"no step ran between start and stop, so {path} holds none; send requests then")
         if self._ended is None:
             raise InvalidRequest("no profile runs; start one first")
         path, self._ended = self._ended, None
@@ -95,14 +100,19 @@ class StepProfiler:
     def close(self) -> None:
         """Write what still runs."""
         if self._running is not None:
-            logger.info("the profile was still running; its trace is %s", self.stop())
+            path = self._running.path
+            self._write()
+            logger.info("the profile was still running; its trace is %s", path)
 
     @contextmanager
     def _recorded(self, step_id: int) -> Iterator[None]:
         with record_function(f"step {step_id}"):
             yield
         running = self._running
-        if running is None or running.steps_left is None:
+        if running is None:
+            return
+        running.num_steps += 1
+        if running.steps_left is None:
             return
         running.steps_left -= 1
         if running.steps_left == 0:

@@ -70,7 +70,7 @@ def router(context: ServerContext) -> APIRouter:
     @routes.post("/stop_profile", **documented("Operations", None, ProfileResult))
     async def stop_profile() -> Response:
         """End the profile and write its trace; the answer names the file. Steps wait while it is written. 400 when no
-        profile was started."""
+        profile was started, or no step ran since."""
         return await _command(context, "stop_profile", "the trace is written", None)
 
     return routes
