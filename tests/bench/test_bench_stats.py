@@ -88,9 +88,21 @@ def test_goodput_needs_every_limit_kept(limits, good):
 
 
 def test_peaks():
-    results = [result(0.0, [0.2, 0.9, 1.1]), result(0.5, [0.8, 1.2], output_len=4), result(1.1, [1.5])]
-    # Second 0: two tokens of the first, half of the four of the second. Second 1: one, two, one.
-    assert peak_output_rate(results) == pytest.approx(4.0)
+    results = [result(0.0, [0.2, 0.9, 1.1]), result(0.5, [0.8, 1.2], output_len=4), result(1.1, [1.4, 1.95])]
+    # From 0.4 on: two tokens of the first, the four of the second, one of the third. By whole seconds it was 5.
+    assert peak_output_rate(results) == pytest.approx(7.0)
     assert peak_concurrency(results) == 2
     touching = [result(0.0, [1.0]), result(1.0, [2.0])]
     assert peak_concurrency(touching) == 1
+
+
+@pytest.mark.parametrize(
+    ("times", "peak"),
+    [([0.1, 1.5], 2 / 1.5), ([0.1, 0.2, 0.25], 12.0), ([0.5, 0.9, 1.1, 1.4, 2.9], 4.0)],
+    ids=["two in a second and a half", "shorter than a second", "best second over a boundary"],
+)
+def test_the_peak_is_never_below_the_mean(times: list[float], peak: float) -> None:
+    """The bug: counted by whole seconds, the peak was 48.0 tokens/s where the mean was 57.7."""
+    results = [result(0.0, times)]
+    assert peak_output_rate(results) == pytest.approx(peak)
+    assert peak_output_rate(results) >= summarize(results, times[-1], (), {}).output_rate
