@@ -8,6 +8,8 @@ import pytest
 
 from tokenspeed.cli import serve
 from tokenspeed.cli.main import main
+from tokenspeed.config.args import EngineArgs
+from tokenspeed.config.flags import declared_flags
 from tokenspeed.config.resolve import LONGER_CONTEXT_VARIABLE
 
 CONFIG = {
@@ -78,11 +80,17 @@ def test_dry_run_prints_choices_with_reasons_and_starts_nothing(folder, started,
     assert main(["serve", folder, "--load-format", "dummy", "--dry-run", "--api-key", "sesame"]) == 0
     out = capsys.readouterr().out
     assert started == []
-    assert "  dtype: float32\n" in out
+    titles = [line for line in out.splitlines() if not line.startswith(" ")]
+    assert titles == ["choices:", "engine:", "model:", "checkpoint:", "server:"]
+    assert "  --dtype: float32\n" in out
+    assert "  --chunked-prefill-size: 512\n" in out and "max_num_batched_tokens" not in out
+    assert "  --drain-timeout: 30.0\n" in out and "  kv_memory_bytes: " in out
+    known = {declared.field_name for declared in declared_flags(EngineArgs)}
+    assert set(serve.OTHER_NAMES.values()) <= known
     assert "  --dtype = float32: the checkpoint is float32\n" in out
-    assert "  max_model_len: 512\n" in out
+    assert "  --max-model-len: 512\n" in out
     assert "  --attention-backend = auto: chosen at start; the log says" in out
-    assert "sesame" not in out and "api_keys: 1 given" in out
+    assert "sesame" not in out and "--api-key: 1 given" in out
 
 
 def test_overrides_reach_the_model(folder, started):

@@ -20,6 +20,7 @@ from tokenspeed.checkpoint.resolve import resolve_checkpoint, resolve_tokenizer
 from tokenspeed.config.args import EngineArgs, parse_args
 from tokenspeed.config.device import read_device_info
 from tokenspeed.config.engine import EngineConfig
+from tokenspeed.config.flags import declared_flags
 from tokenspeed.config.model import read_model_config
 from tokenspeed.config.resolve import LONGER_CONTEXT_VARIABLE, resolve
 from tokenspeed.config.server import ServerConfig
@@ -33,6 +34,19 @@ from tokenspeed.server.formats import check_names
 from tokenspeed.text.tokenizer import read_chat_templates
 
 SEED_LIMIT = 2**30
+
+OTHER_NAMES = {
+    "max_num_batched_tokens": "chunked_prefill_size",
+    "page_size": "prefix_granularity",
+    "capture_sizes": "cudagraph_capture_sizes",
+    "prefill_sizes": "prefill_graph_capture_sizes",
+    "grammar_timeout_s": "grammar_compile_timeout_secs",
+    "served_model_names": "served_model_name",
+    "api_keys": "api_key",
+    "drain_timeout_s": "drain_timeout",
+    "log_requests": "enable_log_requests",
+}
+"""Resolved field -> the wish with the same value under another name."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -66,23 +80,31 @@ def run(argv: Sequence[str]) -> int:
 
 
 def describe(engine: EngineConfig, server: ServerConfig) -> list[str]:
-    """The resolved configuration for a reader: every field, then every automatic choice with its reason, then what is
-    left to the start because it takes the kernels, the libraries or the template. No keys."""
-    lines = ["engine:"]
-    for name in engine.__struct_fields__:
-        if name not in ("model", "checkpoint", "choices"):
-            lines.append(f"  {name}: {getattr(engine, name)}")
-    for title, part in (("model", engine.model), ("checkpoint", engine.checkpoint), ("server", server)):
-        lines.append(f"{title}:")
-        for name, value in msgspec.structs.asdict(part).items():
-            shown = f"{len(value)} given" if name == "api_keys" and value else value
-            lines.append(f"  {name}: {shown}")
-    lines.append("choices:")
+    """The resolved configuration for a reader: every automatic choice with its reason, then what is left to the start
+    because it takes the kernels, the libraries or the template, then every field, by its flag where that holds the same
+    value. No keys."""
+    lines = ["choices:"]
     lines += [f"  {choice.name} = {choice.value}: {choice.reason}" for choice in engine.choices]
     for config in (engine, server):
         for name in (name for name in config.__struct_fields__ if getattr(config, name) == "auto"):
             lines.append(f"  --{name.replace('_', '-')} = auto: chosen at start; the log says what and why")
+    lines.append("engine:")
+    for name in engine.__struct_fields__:
+        if name not in ("model", "checkpoint", "choices"):
+            lines.append(f"  {_flag_of(name)}: {getattr(engine, name)}")
+    for title, part in (("model", engine.model), ("checkpoint", engine.checkpoint), ("server", server)):
+        lines.append(f"{title}:")
+        for name, value in msgspec.structs.asdict(part).items():
+            shown = f"{len(value)} given" if name == "api_keys" and value else value
+            lines.append(f"  {_flag_of(name) if part is server else name}: {shown}")
     return lines
+
+
+def _flag_of(name: str) -> str:
+    """The flag whose value a field of the engine's or the server's configuration is, else the field's name."""
+    wish = OTHER_NAMES.get(name, name)
+    flags = {declared.field_name: declared.flag.names[0] for declared in declared_flags(EngineArgs)}
+    return flags.get(wish, name)
 
 
 def _find(args: EngineArgs) -> Checkpoint:
