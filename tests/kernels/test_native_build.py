@@ -42,6 +42,12 @@ def test_without_a_compiler_torch_serves_and_the_log_says_why(no_compiler: None)
     assert not line.startswith("rms_norm: native_cpu")
 
 
+def test_a_cc_that_names_nothing_is_named(no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/nonexistent/gcc")
+    with pytest.raises(BuildFailed, match=r"CC is '/nonexistent/gcc', which is no program here"):
+        build()
+
+
 def test_other_needs_are_refused_in_words() -> None:
     assert "float32" in str(context_module.why_not(Need(torch.device("cpu"), torch.float32)))
     fp8_cache = Need(torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn)

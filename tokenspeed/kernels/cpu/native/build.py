@@ -65,6 +65,9 @@ def build(extra_flags: tuple[str, ...] = (), folders: list[Path] | None = None) 
     """
     compiler = find_compiler()
     if compiler is None:
+        wanted = os.environ.get("CC")
+        if wanted:
+            raise BuildFailed(f"CC is {wanted!r}, which is no program here (correct or unset it)")
         raise BuildFailed("no C compiler (install gcc or clang, or set CC)")
     source_folder = Path(__file__).parent
     name = f"native-{_key(compiler, source_folder, extra_flags)}"
