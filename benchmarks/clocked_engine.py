@@ -123,4 +123,6 @@ class ClockedRunner:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: clocked_engine.py DIRECTORY   (decode_trace.py starts it; it is of no use by hand)")
     sys.exit(main(ClockedRunner))
