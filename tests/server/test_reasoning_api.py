@@ -253,7 +253,8 @@ async def test_a_budget_of_thinking_reaches_the_engine(
 ):
     """The bug: `thinking.budget_tokens` of /v1/messages was taken and did nothing."""
     engine = ScriptedClient("x", prompt)
-    await answer(engine, parser, thinking_budget=7)
+    if parser != "passthrough":
+        await answer(engine, parser, thinking_budget=7)
     async with http_client(engine, reasoning_parser=parser) as http:
         thinking = {"type": "enabled", "budget_tokens": 7}
         messages = [{"role": "user", "content": "q"}]
@@ -268,6 +269,16 @@ async def test_a_budget_of_thinking_reaches_the_engine(
             over_at = engine.tokenizer.token_to_id("<|end|>") if parser == "gpt-oss" else None
             wanted = ThinkingBudget(7, tuple(encode(ends, False, True)), tuple(encode(closing, False, True)), over_at)
             assert request.sampling.thinking == wanted
+
+
+async def test_a_budget_without_reasoning_is_refused_in_chat():
+    """The bug: it was taken and did nothing. /v1/messages takes it: agents send it whatever the model."""
+    engine = ScriptedClient("x", "a\n")
+    async with http_client(engine, reasoning_parser="passthrough") as http:
+        response = await http.post(URL, json=chat(thinking_budget=7))
+    assert response.status_code == 400 and response.json()["error"]["param"] == "thinking_budget"
+    assert "no format of reasoning is known for this model" in response.json()["error"]["message"]
+    assert engine.requests == []
 
 
 async def test_a_stop_token_of_the_request_is_no_text():

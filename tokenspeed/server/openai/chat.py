@@ -112,6 +112,12 @@ def router(context: ServerContext) -> APIRouter:
             prompt_logprobs=body.prompt_logprobs,
         )
         asked = await check_off_loop(constraint_chars(body), to_turn, body)
+        if body.thinking_budget is not None and context.formats.reasoning.end_marker is None:
+            raise InvalidRequest(
+                "thinking_budget has nothing to bound: no format of reasoning is known for this model; leave it out or "
+                "start the server with --reasoning-parser",
+                param="thinking_budget",
+            )
         turn = await prepare_turn(context, asked, sampling)
         request_id = context.claim_id("chatcmpl", request_id_of(body))
         wants = ChatWants(bool(body.logprobs), bool(body.return_token_ids), body.prompt_logprobs is not None)
