@@ -37,9 +37,10 @@ def test_without_a_compiler_torch_serves_and_the_log_says_why(no_compiler: None)
         build()
     ops, report = select_ops(NEED)
     assert ops.recorder is None
-    line = next(line for line in report if line.startswith("rms_norm: "))
-    assert "native_cpu: no C compiler (install gcc or clang, or set CC)" in line
-    assert not line.startswith("rms_norm: native_cpu")
+    (line,) = (line for line in report if "native_cpu: no C compiler (install gcc or clang, or set CC)" in line)
+    assert line.startswith("embedding: torch_cpu (not native_cpu: ")
+    (other,) = (line for line in report if line.startswith("rms_norm: "))
+    assert other.startswith("rms_norm: torch_cpu (not native_cpu: as for embedding")
 
 
 def test_a_cc_that_names_nothing_is_named(no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,8 @@ def select_ops(need: Need, only: str | None = None) -> tuple[Ops, list[str]]:
     Args:
         only: use this implementation name where it exists and the reference elsewhere (tests, comparisons).
     Returns:
-        the ops, and lines for the log: of each op the winner, and why better-ranked ones lost; then the winners' notes.
+        the ops, and lines for the log: of each op the winner, and why better-ranked ones lost (in full where
+        a reason comes first); then the winners' notes.
     Raises:
         ConfigError: a required op has no implementation here. Names the op and everyone's reason.
     """
@@ -112,6 +113,7 @@ def _choose(
     chosen: dict[str, Any] = {}
     report: list[str] = []
     notes: list[str] = []
+    said: dict[tuple[str, str], str] = {}  # (implementation, reason) -> the op whose line gives it
     for op in (*required, *optional):
         lost: list[str] = []
         for implementation in candidates.get(op, []):
@@ -123,7 +125,8 @@ def _choose(
                 report.append(f"{op}: {implementation.name}" + (f" (not {'; '.join(lost)})" if lost else ""))
                 notes.extend(implementation.notes(need))
                 break
-            lost.append(f"{implementation.name}: {reason}")
+            first = said.setdefault((implementation.name, reason), op)
+            lost.append(f"{implementation.name}: {reason if first == op else f'as for {first}'}")
         else:
             if op in required:
                 raise ConfigError(f"no implementation of {op} for {need.device} and {need.dtype}: {'; '.join(lost)}")
