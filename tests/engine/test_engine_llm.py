@@ -79,7 +79,7 @@ def test_refusals(fake_llm: LLM) -> None:
     for options, words in (
         ({"port": 1}, "only the server"),
         ({"max_queue_len": 5}, "only the server"),
-        ({"x": 1}, "x"),
+        ({"x": 1}, r"no option 'x'; see the flags in docs/configuration/server\.md"),
     ):
         with pytest.raises(ConfigError, match=words):
             LLM(**options)

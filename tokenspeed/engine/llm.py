@@ -264,7 +264,7 @@ def _refuse_foreign(options: dict[str, Any]) -> None:
     server = {field.name for field in dataclasses.fields(ServerArgs)} - {"chat_template"} | {"max_queue_len"}
     for name in options:
         if name not in known:
-            raise ConfigError(f"LLM has no option {name!r}; see the fields of EngineArgs")
+            raise ConfigError(f"LLM has no option {name!r}; see the flags in docs/configuration/server.md")
         if name in server:
             raise ConfigError(f"{name} concerns only the server; leave it out of LLM(...)")
 
