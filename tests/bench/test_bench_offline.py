@@ -149,7 +149,7 @@ class FakeEngine:
         return 2.0 * len(prompts) + 0.01 * output_len
 
 
-def test_prefill_cancels_out_and_one_run_is_for_warmth():
+def test_prefill_cancels_out_and_one_run_is_for_warmth(capsys: pytest.CaptureFixture[str]):
     engine = FakeEngine()
     measured = offline.Measurements(engine, vocab_size=50, repeats=2, seed=0)
     assert measured.decode_s(3, 20) == pytest.approx([0.01, 0.01])
@@ -157,6 +157,9 @@ def test_prefill_cancels_out_and_one_run_is_for_warmth():
     assert measured.forward_s(2, 5) == pytest.approx([4.01, 4.01])
     assert engine.runs[5:] == [(2, 1)] * 3
     assert len(set(engine.prompts)) == len(engine.prompts), "a prompt that comes again could be cached"
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["decode, batch 3: 10.00 ms a step", "prefill, 2x5: 4010.00 ms"]
+    assert said.out == "", "what is printed there is the tables"
 
 
 # --- the bound ---------------------------------------------------------------------------------------------------

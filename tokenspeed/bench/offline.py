@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -142,15 +143,24 @@ class Measurements:
             (self._run(batch, prompt_len, SHORT_LEN), self._run(batch, prompt_len, LONG_LEN))
             for _ in range(self._repeats)
         ]
-        return [step_s(short, long) for short, long in pairs]
+        times = [step_s(short, long) for short, long in pairs]
+        _say(f"decode, batch {batch}: {statistics.median(times) * 1e3:.2f} ms a step")
+        return times
 
     def forward_s(self, num_prompts: int, prompt_len: int) -> list[float]:
         """Seconds of whole prompts with one output token, one value a repeat."""
-        return [self._run(num_prompts, prompt_len, 1) for _ in range(self._repeats + 1)][1:]
+        times = [self._run(num_prompts, prompt_len, 1) for _ in range(self._repeats + 1)][1:]
+        _say(f"prefill, {num_prompts}x{prompt_len}: {statistics.median(times) * 1e3:.2f} ms")
+        return times
 
     def _run(self, number: int, prompt_len: int, output_len: int) -> float:
         prompts = [self._random.choices(range(self._vocab_size), k=prompt_len) for _ in range(number)]
         return self._engine.run(prompts, output_len)
+
+
+def _say(line: str) -> None:
+    """To standard error, while the tables are still to come: a run may take minutes."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def step_s(short_run_s: float, long_run_s: float) -> float:
