@@ -202,7 +202,7 @@ def test_only_ops_between_ops(architecture: str) -> None:
 def test_recorders_of_this_machine(recorder: str, architecture: str, dtype: torch.dtype) -> None:
     ops, report = select_ops(Need(CPU, dtype), only=recorder)
     if ops.recorder is None:
-        pytest.skip(next(line for line in report if line.startswith("recorder")))
+        pytest.skip("; ".join(line for line in report if line.startswith(("embedding", "recorder"))))
     config = EXAMPLES[architecture]
     if config.moe is not None:
         # Which experts are hit is known on the host only: the runner runs such a model's steps one by one.
