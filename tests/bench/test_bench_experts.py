@@ -95,9 +95,12 @@ def test_plans_reach_to_the_middle() -> None:
     from tokenspeed.bench.expert_tune import _spread
     from tokenspeed.kernels.triton.moe_plans import NO_LIMIT, ExpertPlan, ExpertShape
 
-    spread = list(_spread([ExpertPlan(1, gemv=True), ExpertPlan(4), ExpertPlan(64)]))
+    plans = [ExpertPlan(1, gemv=True), ExpertPlan(4), ExpertPlan(64)]
+    spread = list(_spread(plans, (ExpertPlan(NO_LIMIT, block_m=32),)))
     assert [plan.max_tokens for plan in spread] == [2, 16, NO_LIMIT]
-    assert spread[0].gemv
+    assert spread[0].gemv and spread[-1].block_m == plans[-1].block_m
+    kept = list(_spread(plans, (ExpertPlan(80), ExpertPlan(NO_LIMIT, block_m=32))))
+    assert [(plan.max_tokens, plan.block_m) for plan in kept[2:]] == [(80, plans[-1].block_m), (NO_LIMIT, 32)]
     for format in ("dense", "mxfp4", "fp8_block"):
         shape = ExpertShape(format, 32, 4, 2880, 2880)
         sizes = {size for tokens in (1, 32, 100, 256, 1000, 8192) for size in block_ms(shape, tokens)}
