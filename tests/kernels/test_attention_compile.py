@@ -158,8 +158,9 @@ print("compiled")
 
 @pytest.mark.timeout(300)
 def test_they_compile_and_fit_smaller_gpus(tmp_path: Path) -> None:
-    """Regression: prompts with heads of 256, and decode rows of float32, needed more than the 99 KiB of most GPUs."""
-    started = {str(name): start(SMALLER, tmp_path / str(name), str(name)) for name in (80, 89, 120)}
+    """Regression: prompts with heads of 256, and decode rows of float32, needed more than the 99 KiB of most GPUs. 8.0
+    has more room than 8.9, and 12.0 as much: they were compiled once, by 80 and 120 here."""
+    started = {str(name): start(SMALLER, tmp_path / str(name), str(name)) for name in (89,)}
     said = {name: process.communicate() for name, process in started.items()}
     assert all(out.strip() == "compiled" for out, _ in said.values()), {n: e[-1500:] for n, (_, e) in said.items()}
 

@@ -56,7 +56,7 @@ print("compiled")
 @pytest.mark.timeout(300)
 def test_they_compile_and_fit(tmp_path: Path) -> None:
     """Regression: three of these tiles needed more than the 99 KiB of most GPUs, and the start ended there."""
-    started = {str(name): start(SCRIPT, tmp_path / str(name), str(name)) for name in (80, 89, 90, 120)}
+    started = {str(name): start(SCRIPT, tmp_path / str(name), str(name)) for name in (89, 90)}  # 80 and 120 once
     said = {name: process.communicate() for name, process in started.items()}
     assert all(out.strip() == "compiled" for out, _ in said.values()), {n: e[-1500:] for n, (_, e) in said.items()}
 
