@@ -165,10 +165,11 @@ def is_object(arguments: str) -> bool:
 
 
 def check_whole(message: anthropic.types.Message, right: Message) -> None:
-    """A call without an object as input has no block."""
+    """A call without an object as input has no block, nor has one that its parser abandoned, the last of its text."""
     check_text(message, right)
     calls = [(block.name, block.input) for block in message.content if block.type == "tool_use"]
-    assert calls == [(name, json.loads(arguments)) for _, name, arguments in right.calls if is_object(arguments)]
+    told = [(name, json.loads(arguments)) for _, name, arguments in right.calls if is_object(arguments)]
+    assert calls == told or (right.finish_reason != "tool_calls" and calls == told[:-1])
 
 
 async def check_streamed(stream: anthropic.lib.streaming.AsyncMessageStream[None], right: Message) -> None:
@@ -217,7 +218,10 @@ def check_items(response: openai.types.responses.Response, right: Message) -> No
             assert item.type == "function_call" and item.call_id
             seen.calls.append(("", item.name, item.arguments))
             whole = whole and is_object(item.arguments)
-        assert item.status == ("completed" if whole else "incomplete")
+        may_be_abandoned = right.finish_reason != "tool_calls"
+        assert item.status == ("completed" if whole else "incomplete") or (
+            may_be_abandoned and item.status == "incomplete"
+        )
     assert (seen.reasoning, seen.content, seen.calls) == (right.reasoning, right.content, right.calls)
     was_cut = right.finish_reason == "length"
     assert response.status == ("incomplete" if was_cut else "completed")
