@@ -25,7 +25,7 @@ from tokenspeed.config.args import EngineArgs
 from tokenspeed.engine.connect import start_local_engine
 from tokenspeed.engine.llm import configure
 from tokenspeed.runner.build import build_runner
-from tokenspeed.text.parsers.interface import Example, ParseContext, ToolSpec, parse_all
+from tokenspeed.text.parsers.interface import Example, ParseContext, ToolCallAbandoned, ToolSpec, assemble
 from tokenspeed.text.parsers.pipeline import build_pipeline
 from tokenspeed.text.parsers.registry import reasoning_examples, reasoning_formats, tool_examples, tool_formats
 
@@ -95,13 +95,15 @@ def offered(example: Example) -> tuple[ToolSpec, ...]:
     return tuple(ToolSpec(name) for name in dict(example.calls)) or (ToolSpec("another"),)
 
 
-def in_one_piece(reasoning: str, tools: str, example: Example) -> Message:
-    """What chat has to answer; ids left out."""
+def in_one_piece(reasoning: str, tools: str, example: Example) -> tuple[Message, set[int]]:
+    """What chat has to answer, ids left out; and which of its calls the parser abandoned."""
     context = ParseContext(tools=offered(example), prompt=script_of(example).prompt)
     parser = build_pipeline(reasoning_formats()[reasoning], tool_formats()[tools], context)
-    parsed = parse_all(parser, example.text, example.finish_reason)
+    deltas = [*parser.feed(example.text, ()), *parser.flush(example.finish_reason)]
+    parsed = assemble(deltas)
     calls = [("", call.name, call.arguments) for call in parsed.calls]
-    return Message(parsed.reasoning, parsed.content, calls, parser.finish_reason(example.finish_reason))
+    right = Message(parsed.reasoning, parsed.content, calls, parser.finish_reason(example.finish_reason))
+    return right, {delta.index for delta in deltas if isinstance(delta, ToolCallAbandoned)}
 
 
 def without_ids(message: Message) -> Message:
@@ -164,12 +166,12 @@ def is_object(arguments: str) -> bool:
         return False
 
 
-def check_whole(message: anthropic.types.Message, right: Message) -> None:
-    """A call without an object as input has no block, nor has one that its parser abandoned, the last of its text."""
+def check_whole(message: anthropic.types.Message, right: Message, abandoned: set[int]) -> None:
+    """A call that the parser abandoned has no block, nor has one without an object as input."""
     check_text(message, right)
     calls = [(block.name, block.input) for block in message.content if block.type == "tool_use"]
-    told = [(name, json.loads(arguments)) for _, name, arguments in right.calls if is_object(arguments)]
-    assert calls == told or (right.finish_reason != "tool_calls" and calls == told[:-1])
+    told = [call for place, call in enumerate(right.calls) if place not in abandoned]
+    assert calls == [(name, json.loads(arguments)) for _, name, arguments in told if is_object(arguments)]
 
 
 async def check_streamed(stream: anthropic.lib.streaming.AsyncMessageStream[None], right: Message) -> None:
@@ -186,7 +188,7 @@ async def check_streamed(stream: anthropic.lib.streaming.AsyncMessageStream[None
 
 
 async def check_messages(
-    client: anthropic.AsyncAnthropic, name: str, example: Example, room: int, right: Message
+    client: anthropic.AsyncAnthropic, name: str, example: Example, room: int, right: Message, abandoned: set[int]
 ) -> None:
     fields: dict[str, Any] = {
         "model": "tiny",
@@ -198,13 +200,13 @@ async def check_messages(
         ],
         "extra_body": {"temperature": 0},
     }
-    check_whole(await client.messages.create(**fields), right)
+    check_whole(await client.messages.create(**fields), right, abandoned)
     async with client.messages.stream(**fields) as stream:
         await check_streamed(stream, right)
 
 
-def check_items(response: openai.types.responses.Response, right: Message) -> None:
-    """Every item is completed, but the last one of an answer that was cut, and a call that is no call."""
+def check_items(response: openai.types.responses.Response, right: Message, abandoned: set[int]) -> None:
+    """Every item is completed, but the last one of an answer that was cut, and a call that is none or was abandoned."""
     seen = Message()
     for place, item in enumerate(response.output):
         whole = right.finish_reason != "length" or place + 1 < len(response.output)
@@ -216,12 +218,9 @@ def check_items(response: openai.types.responses.Response, right: Message) -> No
             seen.content += "".join(part.text for part in item.content if part.type == "output_text")
         else:
             assert item.type == "function_call" and item.call_id
+            whole = whole and is_object(item.arguments) and len(seen.calls) not in abandoned
             seen.calls.append(("", item.name, item.arguments))
-            whole = whole and is_object(item.arguments)
-        may_be_abandoned = right.finish_reason != "tool_calls"
-        assert item.status == ("completed" if whole else "incomplete") or (
-            may_be_abandoned and item.status == "incomplete"
-        )
+        assert item.status == ("completed" if whole else "incomplete")
     assert (seen.reasoning, seen.content, seen.calls) == (right.reasoning, right.content, right.calls)
     was_cut = right.finish_reason == "length"
     assert response.status == ("incomplete" if was_cut else "completed")
@@ -256,7 +255,9 @@ async def check_typed(stream: openai.AsyncStream[Any], right: Message) -> openai
     return response
 
 
-async def check_responses(client: openai.AsyncOpenAI, name: str, example: Example, room: int, right: Message) -> None:
+async def check_responses(
+    client: openai.AsyncOpenAI, name: str, example: Example, room: int, right: Message, abandoned: set[int]
+) -> None:
     """Whole, streamed, and once more behind it, for the model says the same to the same name."""
     tools = [
         {"type": "function", "name": tool.name, "parameters": dict(tool.parameters), "strict": False}
@@ -264,13 +265,13 @@ async def check_responses(client: openai.AsyncOpenAI, name: str, example: Exampl
     ]
     fields: dict[str, Any] = {"model": "tiny", "input": name, "temperature": 0, "max_output_tokens": room}
     whole = await client.responses.create(tools=tools, **fields)
-    check_items(whole, right)
+    check_items(whole, right, abandoned)
     assert whole.usage and whole.usage.output_tokens == room
     typed = await check_typed(await client.responses.create(tools=tools, stream=True, **fields), right)
-    check_items(typed, right)
+    check_items(typed, right, abandoned)
     assert bare(typed.output) == bare(whole.output)
     again = await client.responses.create(tools=tools, previous_response_id=typed.id, **fields)
-    check_items(again, right)
+    check_items(again, right, abandoned)
     assert again.previous_response_id == typed.id and bare(again.output) == bare(whole.output)
     before = await client.responses.input_items.list(again.id, order="asc", limit=100)
     assert [item.type for item in before.data] == ["message", *(item.type for item in whole.output), "message"]
@@ -284,11 +285,12 @@ async def test_samples(tmp_path: Path, reasoning: str, tools: str):
     tokenizer = write_copying(tmp_path, {name: script_of(example) for name, example in said.items()})
     async with served(tmp_path, reasoning, tools) as clients, asyncio.TaskGroup() as group:
         for name, example in said.items():
-            room, right = max_tokens(tokenizer, example), in_one_piece(reasoning, tools, example)
+            room = max_tokens(tokenizer, example)
+            right, abandoned = in_one_piece(reasoning, tools, example)
             group.create_task(check_chat(clients.chat, name, example, room, right))
-            group.create_task(check_messages(clients.messages, name, example, room, right))
-            group.create_task(check_responses(clients.chat, name, example, room, right))
+            group.create_task(check_messages(clients.messages, name, example, room, right, abandoned))
+            group.create_task(check_responses(clients.chat, name, example, room, right, abandoned))
         name, example = next(((name, one) for name, one in said.items() if one.calls), next(iter(said.items())))
         for room, cut in cuts(tokenizer, example):
-            right = in_one_piece(reasoning, tools, cut)
-            group.create_task(check_responses(clients.chat, name, cut, room, right))
+            right, abandoned = in_one_piece(reasoning, tools, cut)
+            group.create_task(check_responses(clients.chat, name, cut, room, right, abandoned))
